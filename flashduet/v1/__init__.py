@@ -1,0 +1,1 @@
+"""Generated from proto/flashduet/v1 by `make proto`; not edited by hand."""

@@ -1,0 +1,154 @@
+from flashduet.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DecodeRequest(_message.Message):
+    __slots__ = ("traceparent", "open", "verify", "close")
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    traceparent: str
+    open: DecodeOpen
+    verify: DecodeVerify
+    close: DecodeClose
+    def __init__(self, traceparent: _Optional[str] = ..., open: _Optional[_Union[DecodeOpen, _Mapping]] = ..., verify: _Optional[_Union[DecodeVerify, _Mapping]] = ..., close: _Optional[_Union[DecodeClose, _Mapping]] = ...) -> None: ...
+
+class DecodeOpen(_message.Message):
+    __slots__ = ("session_id", "epoch", "choice", "token_ids", "prompt_length", "sampling", "draft_instance_id", "deadline_ms", "max_tokens")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    epoch: int
+    choice: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    prompt_length: int
+    sampling: _common_pb2.SamplingParams
+    draft_instance_id: bytes
+    deadline_ms: int
+    max_tokens: int
+    def __init__(self, session_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., draft_instance_id: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
+class DecodeVerify(_message.Message):
+    __slots__ = ("round", "base", "token_ids")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    base: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round: _Optional[int] = ..., base: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DecodeClose(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DecodeResponse(_message.Message):
+    __slots__ = ("opened", "verified", "closed")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    opened: DecodeOpened
+    verified: DecodeVerified
+    closed: DecodeClosed
+    def __init__(self, opened: _Optional[_Union[DecodeOpened, _Mapping]] = ..., verified: _Optional[_Union[DecodeVerified, _Mapping]] = ..., closed: _Optional[_Union[DecodeClosed, _Mapping]] = ...) -> None: ...
+
+class DecodeOpened(_message.Message):
+    __slots__ = ("first_token_id", "cached_tokens", "drafting", "timings", "prefill_chunks")
+    FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    first_token_id: int
+    cached_tokens: int
+    drafting: bool
+    timings: _common_pb2.PhaseTimings
+    prefill_chunks: int
+    def __init__(self, first_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., drafting: _Optional[bool] = ..., timings: _Optional[_Union[_common_pb2.PhaseTimings, _Mapping]] = ..., prefill_chunks: _Optional[int] = ...) -> None: ...
+
+class DecodeVerified(_message.Message):
+    __slots__ = ("round", "accepted", "bonus_token_id", "drafting", "timings")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    BONUS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    accepted: int
+    bonus_token_id: int
+    drafting: bool
+    timings: _common_pb2.PhaseTimings
+    def __init__(self, round: _Optional[int] = ..., accepted: _Optional[int] = ..., bonus_token_id: _Optional[int] = ..., drafting: _Optional[bool] = ..., timings: _Optional[_Union[_common_pb2.PhaseTimings, _Mapping]] = ...) -> None: ...
+
+class DecodeClosed(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TargetServiceGetModelInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TargetServiceGetModelInfoResponse(_message.Message):
+    __slots__ = ("instance_id", "protocol_version", "facts", "max_sessions", "max_block_length", "device", "drafts")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BLOCK_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    instance_id: bytes
+    protocol_version: int
+    facts: _common_pb2.ModelFacts
+    max_sessions: int
+    max_block_length: int
+    device: str
+    drafts: _containers.RepeatedCompositeFieldContainer[AttachedDraft]
+    def __init__(self, instance_id: _Optional[bytes] = ..., protocol_version: _Optional[int] = ..., facts: _Optional[_Union[_common_pb2.ModelFacts, _Mapping]] = ..., max_sessions: _Optional[int] = ..., max_block_length: _Optional[int] = ..., device: _Optional[str] = ..., drafts: _Optional[_Iterable[_Union[AttachedDraft, _Mapping]]] = ...) -> None: ...
+
+class AttachedDraft(_message.Message):
+    __slots__ = ("instance_id", "transport", "target_layer_ids")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    TARGET_LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
+    instance_id: bytes
+    transport: _common_pb2.Transport
+    target_layer_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, instance_id: _Optional[bytes] = ..., transport: _Optional[_Union[_common_pb2.Transport, str]] = ..., target_layer_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class TargetServiceGetLoadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TargetServiceGetLoadResponse(_message.Message):
+    __slots__ = ("sessions", "max_sessions", "kv_tokens", "max_kv_tokens", "queued_items", "ring_records", "steps", "dropped_chunks")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    RING_RECORDS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    sessions: int
+    max_sessions: int
+    kv_tokens: int
+    max_kv_tokens: int
+    queued_items: int
+    ring_records: int
+    steps: int
+    dropped_chunks: _containers.RepeatedCompositeFieldContainer[_common_pb2.ReasonCount]
+    def __init__(self, sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., max_kv_tokens: _Optional[int] = ..., queued_items: _Optional[int] = ..., ring_records: _Optional[int] = ..., steps: _Optional[int] = ..., dropped_chunks: _Optional[_Iterable[_Union[_common_pb2.ReasonCount, _Mapping]]] = ...) -> None: ...
