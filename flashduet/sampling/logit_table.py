@@ -1,0 +1,93 @@
+"""The logits of a step, in groups of token ids, with what the choice needs to look at few of them.
+
+The wide tensor stays on its own device; only the groups' maxima and the few groups that are asked
+for cross to the CPU, where all decisions are made by the same operations whatever the device.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flashduet.errors import FlashduetError
+from flashduet.sampling.noise import GROUP, Ids
+
+Values = npt.NDArray[np.float32]
+
+
+class BadLogits(FlashduetError):
+    """A model gave logits that no token can be chosen from: NaN, +inf, or -inf everywhere.
+
+    `rows` are the indices of the rows concerned, so that an engine can fail those sessions only
+    and choose again for the others.
+    """
+
+    def __init__(self, rows: tuple[int, ...]) -> None:
+        self.rows = rows
+        super().__init__(
+            f"logits of row(s) {', '.join(map(str, rows))} hold NaN or +inf, or are all -inf"
+        )
+
+
+class LogitTable:
+    """Logits [n, V] as float32, read by row and group of GROUP token ids.
+
+    Attributes:
+        rows, vocabulary: n and V.
+        group_maxima: [n, groups].
+        maxima: [n], each row's largest logit.
+
+    Raises:
+        BadLogits: if a row has NaN, +inf or nothing but -inf.
+        ValueError: if the tensor is not a two-dimensional float tensor with V > 0.
+    """
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        if logits.dim() != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
+            raise ValueError(
+                f"logits must be a float tensor [n, V] with V > 0, "
+                f"{logits.dtype} {list(logits.shape)} given"
+            )
+        self.rows, self.vocabulary = logits.shape
+        groups = -(-self.vocabulary // GROUP)
+        logits = logits.detach()
+        if self.vocabulary % GROUP:
+            # -inf can never be chosen, so ids past the vocabulary need no case of their own.
+            padded = logits.new_full((self.rows, groups * GROUP), -torch.inf, dtype=torch.float32)
+            padded[:, : self.vocabulary] = logits
+        else:
+            padded = logits.to(torch.float32).contiguous()
+        self._groups = padded.view(self.rows * groups, GROUP)
+        self._groups_in_row = groups
+        self.group_maxima: Values = (
+            self._groups.amax(-1).view(self.rows, groups).cpu().numpy()  # amax hands NaN on
+        )
+        self.maxima: Values = self.group_maxima.max(axis=1)
+        bad = np.flatnonzero(~np.isfinite(self.maxima))
+        if len(bad):
+            raise BadLogits(tuple(bad.tolist()))
+
+    def group_values(self, rows: Ids, groups: Ids) -> Values:
+        """Logits [len(rows), GROUP] of the given groups, one row index for each."""
+        index = torch.from_numpy(rows * self._groups_in_row + groups)
+        return self._groups.index_select(0, index.to(self._groups.device)).cpu().numpy()
+
+    def values(self, rows: Ids, token_ids: Ids) -> Values:
+        """Logits of token ids [len(rows), m]; -inf past the vocabulary."""
+        flat = torch.from_numpy(rows[:, None] * (self._groups_in_row * GROUP) + token_ids)
+        return self._groups.take(flat.to(self._groups.device)).cpu().numpy()
+
+    def row(self, row: int) -> Values:
+        """All V logits of a row."""
+        wide = self._groups.view(self.rows, -1)
+        return wide[row, : self.vocabulary].cpu().numpy()
+
+    def at_least(self, row: int, value: np.float32) -> tuple[Ids, Values]:
+        """Ids, ascending, and logits of the row's tokens whose logit is `value` or more."""
+        groups = np.flatnonzero(self.group_maxima[row] >= value)
+        found = self.group_values(np.full(len(groups), row), groups)
+        where, slot = np.nonzero(found >= value)
+        ids = groups[where] * GROUP + slot
+        inside = ids < self.vocabulary  # only matters for value = -inf
+        return ids[inside], found[where, slot][inside]
