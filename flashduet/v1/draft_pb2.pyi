@@ -215,16 +215,14 @@ class IngestHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., target_instance_id: _Optional[bytes] = ..., facts: _Optional[_Union[_common_pb2.ModelFacts, _Mapping]] = ..., offers: _Optional[_Iterable[_Union[_common_pb2.Transport, str]]] = ...) -> None: ...
 
 class IngestAttach(_message.Message):
-    __slots__ = ("transport", "ring_bytes", "ring_token", "cuda_ipc_handle")
+    __slots__ = ("transport", "ring_bytes", "ring_token")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     RING_BYTES_FIELD_NUMBER: _ClassVar[int]
     RING_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    CUDA_IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
     transport: _common_pb2.Transport
     ring_bytes: int
     ring_token: bytes
-    cuda_ipc_handle: bytes
-    def __init__(self, transport: _Optional[_Union[_common_pb2.Transport, str]] = ..., ring_bytes: _Optional[int] = ..., ring_token: _Optional[bytes] = ..., cuda_ipc_handle: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, transport: _Optional[_Union[_common_pb2.Transport, str]] = ..., ring_bytes: _Optional[int] = ..., ring_token: _Optional[bytes] = ...) -> None: ...
 
 class IngestChunk(_message.Message):
     __slots__ = ("session_id", "epoch", "base", "token_ids", "features", "sequence")

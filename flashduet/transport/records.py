@@ -1,0 +1,129 @@
+"""A ring's memory: records with headers, written and read through one uint8 tensor.
+
+The same code serves a mapped memfd and device memory. A record is eight 64-bit words of header and
+the payload. The generation is its first word: zero while the record is written, set last, and
+looked at before and after a read (a sequence lock), so that a reader can tell a record that was
+replaced under its hands from one that was not. Between the two sides' memory accesses lies the
+descriptor's way through a socket, which orders them on every CPU; the sequence lock is there for
+the peer that does not keep to the protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from flashduet.errors import TransportError
+from flashduet.transport.ring import ALIGNMENT, HEADER_BYTES
+from flashduet.transport.tensors import DATA_TYPES, TensorLayout
+
+WORDS = HEADER_BYTES // 8
+# What it means when a word of the header is not the expected one, in the order of the words.
+_REASONS = (
+    "STALE_GENERATION",  # generation
+    "WRONG_SIZE",  # nbytes
+    "STALE_GENERATION",  # session, both halves: the record holds another chunk
+    "STALE_GENERATION",
+    "STALE_GENERATION",  # epoch
+    "STALE_GENERATION",  # base
+    "WRONG_SHAPE",  # rows
+    "WRONG_SHAPE",  # element type and width
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """What a record says about itself."""
+
+    generation: int
+    session_id: bytes
+    epoch: int
+    base: int
+    layout: TensorLayout
+
+    def words(self) -> list[int]:
+        """The eight signed 64-bit words as they lie in the ring."""
+        return [
+            self.generation,
+            self.layout.nbytes,
+            int.from_bytes(self.session_id[:8], "little", signed=True),
+            int.from_bytes(self.session_id[8:], "little", signed=True),
+            self.epoch,
+            self.base,
+            self.layout.rows,
+            DATA_TYPES[self.layout.dtype] << 40 | self.layout.width,
+        ]
+
+
+class RecordMemory:
+    """Reads and writes records in `buffer`, a uint8 tensor [capacity] on any device.
+
+    Keeps no account of who owns what (that is `ring.Ring`), and is usable from several threads as
+    long as they touch different records.
+    """
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.capacity = buffer.numel() // ALIGNMENT * ALIGNMENT
+        self._bytes = buffer[: self.capacity]
+        self._words = self._bytes.view(torch.int64)
+
+    def write(
+        self, offset: int, header: RecordHeader, features: torch.Tensor, replaced: Iterable[int]
+    ) -> None:
+        """Write a record at `offset`; it is in place when this returns.
+
+        Args:
+            features: [rows, width] as the header says, any device and strides.
+            replaced: offsets of records that were given back since the last write. They lose their
+                generation before any byte changes: their payloads may be what is overwritten now.
+        """
+        for old in replaced:
+            self._words[old // 8] = 0
+        first = offset // 8
+        self._words[first] = 0
+        words = torch.tensor(header.words(), dtype=torch.int64)
+        self._payload(offset, header.layout).copy_(features.detach())
+        self._words[first + 1 : first + WORDS].copy_(words[1:])
+        self._words[first] = header.generation
+        if self._bytes.is_cuda:
+            # The descriptor must not overtake the bytes: the peer reads on another stream.
+            torch.cuda.current_stream(self._bytes.device).synchronize()
+
+    def read(self, offset: int, header: RecordHeader, device: torch.device) -> torch.Tensor:
+        """Copy the record at `offset` out if it is the one described by `header`.
+
+        Returns:
+            [rows, width] on `device`, a copy.
+
+        Raises:
+            TransportError: OUT_OF_RANGE, STALE_GENERATION, WRONG_SIZE, WRONG_SHAPE.
+        """
+        end = offset + HEADER_BYTES + header.layout.nbytes
+        if offset < 0 or offset % ALIGNMENT or end > self.capacity:
+            raise TransportError(
+                "OUT_OF_RANGE", f"a record at {offset}..{end} in a ring of {self.capacity} bytes"
+            )
+        expected = header.words()
+        self._require(offset, expected)
+        layout = header.layout
+        features = torch.empty(layout.rows, layout.width, dtype=layout.dtype, device=device)
+        features.copy_(self._payload(offset, layout))
+        if features.is_cuda:
+            # The sender may reuse the record as soon as the chunk is answered.
+            torch.cuda.current_stream(features.device).synchronize()
+        self._require(offset, expected)
+        return features
+
+    def _payload(self, offset: int, layout: TensorLayout) -> torch.Tensor:
+        start = offset + HEADER_BYTES
+        payload = self._bytes[start : start + layout.nbytes]
+        return payload.view(layout.dtype).view(layout.rows, layout.width)
+
+    def _require(self, offset: int, expected: list[int]) -> None:
+        first = offset // 8
+        found = self._words[first : first + WORDS].tolist()
+        for name, word, due in zip(_REASONS, found, expected, strict=True):
+            if word != due:
+                raise TransportError(name, "the record is not, or no longer, the one described")
