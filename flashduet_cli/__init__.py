@@ -1,0 +1,1 @@
+"""The command `flashduet`. It starts the services as processes and imports none of them."""

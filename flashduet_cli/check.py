@@ -1,0 +1,3 @@
+import typer
+
+check_app = typer.Typer(no_args_is_help=True)

@@ -1,0 +1,44 @@
+"""The command `flashduet`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from flashduet import __version__
+from flashduet_cli.check import check_app
+from flashduet_cli.doctor import doctor
+from flashduet_cli.generate import generate
+from flashduet_cli.models_command import models_app
+from flashduet_cli.up import up
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="Serve a causal language model faster, without changing one token of its output.",
+)
+app.command()(up)
+app.command()(generate)
+app.command()(doctor)
+app.add_typer(models_app, name="models")
+app.add_typer(check_app, name="check")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"flashduet {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Serve a causal language model faster, without changing one token of its output."""

@@ -1,0 +1,91 @@
+"""`flashduet models`: what is served and what is on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from flashduet.client import AsyncClient, ModelCard
+from flashduet.errors import FlashduetError
+from flashduet.models_cache import cache_root
+from flashduet_cli import options
+from flashduet_cli.console import fail, note, out, print_json, run
+from flashduet_cli.pull import pull as pull_model
+from flashduet_cli.reach import serving
+
+models_app = typer.Typer(no_args_is_help=True, help="List served and cached models, or pull one.")
+
+
+@models_app.command("list")
+def list_models(
+    endpoint: options.Endpoint = options.DEFAULT_ENDPOINT, as_json: options.AsJson = False
+) -> None:
+    """The models in the user's cache, and those that the gateway at --endpoint serves."""
+    served = run(_served(endpoint))
+    folders = sorted((cache_root() / "models").glob("[!.]*/config.json"))
+    cached = [
+        {
+            "name": file.parent.name.rpartition("-")[0],
+            "folder": str(file.parent),
+            "bytes": sum(part.stat().st_size for part in file.parent.iterdir()),
+        }
+        for file in folders
+    ]
+    if as_json:
+        print_json(
+            {
+                "served": [
+                    {
+                        "id": card.id,
+                        "context_window": card.context_window,
+                        "max_tokens": card.max_tokens,
+                        "drafter": card.drafter,
+                        "block_length": card.block_length,
+                    }
+                    for card in served
+                ],
+                "cached": cached,
+            }
+        )
+        return
+    table = Table("model", "where", "details")
+    for card in served:
+        drafter = f"drafter {card.drafter}" if card.drafter else "no drafter"
+        table.add_row(card.id, f"served at {endpoint}", f"{card.context_window} tokens, {drafter}")
+    for entry in cached:
+        size = f"{int(str(entry['bytes'])) / 1e6:.0f} MB"
+        table.add_row(str(entry["name"]), str(entry["folder"]), size)
+    if not served:
+        note(f"nothing is served at {endpoint}")
+    if not cached:
+        note("nothing is cached; `flashduet models pull` gets the default target")
+    out.print(table)
+
+
+@models_app.command()
+def pull(
+    reference: Annotated[
+        str, typer.Argument(help="default, a .gguf file, a Hub id, or hub/id:file.gguf")
+    ] = "default",
+    as_json: options.AsJson = False,
+) -> None:
+    """Download a model, convert it if need be, and keep it in the user's cache."""
+    try:
+        folder = pull_model(reference)
+    except FlashduetError as error:
+        fail(error.message)
+    except KeyboardInterrupt:
+        fail("interrupted; what was finished is kept", 130)
+    if as_json:
+        print_json({"reference": reference, "folder": str(folder)})
+    else:
+        out.print(str(folder), soft_wrap=True)
+
+
+async def _served(endpoint: str) -> list[ModelCard]:
+    if not await serving(endpoint):
+        return []
+    async with AsyncClient(endpoint) as client:
+        return await client.models()

@@ -1,0 +1,70 @@
+"""A gateway to talk to: the one that is running, or one started for this call alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+
+from flashduet.errors import Unavailable
+from flashduet.healthcheck import Health, probe
+from flashduet_cli.console import err, log_line, note
+from flashduet_cli.pull import pull_in_thread
+from flashduet_cli.stack import Stack, StackConfig
+
+# A stack that is loading its models is waited for rather than doubled.
+LOADING_TIMEOUT_S = 180.0
+
+
+async def serving(endpoint: str) -> bool:
+    """Whether a gateway serves at `endpoint`; one that is still loading is waited for.
+
+    Raises:
+        Unavailable: a gateway is there and did not become ready in time.
+    """
+    deadline, said = time.monotonic() + LOADING_TIMEOUT_S, False
+    while True:
+        health = await probe(endpoint)
+        if health is not Health.NOT_SERVING:
+            return health is Health.SERVING
+        if time.monotonic() > deadline:
+            raise Unavailable(
+                f"the gateway at {endpoint} is not serving after {LOADING_TIMEOUT_S:g} s; "
+                "its log says what it waits for"
+            )
+        if not said:
+            note(f"the gateway at {endpoint} is not serving yet; waiting for it")
+            said = True
+        await asyncio.sleep(0.5)
+
+
+@asynccontextmanager
+async def started(config: StackConfig, *, verbose: bool) -> AsyncIterator[Stack]:
+    """A stack of our own, up for the block's time; progress goes to stderr.
+
+    Raises:
+        FlashduetError: a model cannot be had, or a service did not come up.
+    """
+    await pull_in_thread(config.model_reference)
+    stack = Stack(config, log=log_line if verbose else _quiet, event=_event)
+    names = ", ".join(config.services)
+    if verbose or not err.is_terminal:
+        note(f"starting {names}")
+        waiting: object = nullcontext()
+    else:
+        waiting = err.status(f"starting {names}")
+    with waiting:  # type: ignore[attr-defined]
+        await stack.start()
+    try:
+        yield stack
+    finally:
+        await stack.stop()
+
+
+def _quiet(service: str, line: str) -> None:
+    """The log of a stack that nobody asked about; its end still shows the last lines."""
+
+
+def _event(service: str, what: str) -> None:
+    note(f"{service}: {what}")
