@@ -1,0 +1,149 @@
+"""The target's weights: found, checked, and put on their device."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from flashduet import models
+from flashduet.errors import CheckpointError, ConfigurationError
+from flashduet.v1 import common_pb2
+from target_service.settings import TargetSettings
+
+log = logging.getLogger(__name__)
+
+DATA_TYPES = {
+    torch.float32: common_pb2.DATA_TYPE_FLOAT32,
+    torch.float16: common_pb2.DATA_TYPE_FLOAT16,
+    torch.bfloat16: common_pb2.DATA_TYPE_BFLOAT16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTarget:
+    """A model ready to run, with what the rest of the service asks about it."""
+
+    model: nn.Module
+    # Of the decoder itself, also where the checkpoint is multimodal.
+    config: Any
+    facts: common_pb2.ModelFacts
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The model without its head."""
+        return self.model.get_decoder()  # type: ignore[operator,no-any-return]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(part.nbytes for part in self.model.parameters())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token takes in all layers, layers alike."""
+        text = self.config
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return 2 * text.num_hidden_layers * heads * size * self.dtype.itemsize
+
+
+def load_target(settings: TargetSettings) -> LoadedTarget:
+    """Load the checkpoint that the settings name; takes seconds to minutes.
+
+    Raises:
+        ConfigurationError: a model, device or dtype that cannot be had; names the fix.
+        CheckpointError: names the file, the tensor, what was expected and what was found.
+    """
+    device = _device(settings.device)
+    folder = models.resolve_model(settings.model)
+    config = models.load_config(folder)
+    models.check_target_supported(config)
+    check_weight_files(folder)
+    text = models.text_config(config)
+    dtype = _dtype(settings.dtype, getattr(config, "dtype", None) or getattr(text, "dtype", None))
+    model = _load(folder, dtype).to(device).eval()
+    name = settings.name or models.served_name(settings.model)
+    facts = models.model_facts(folder, name, DATA_TYPES[dtype])
+    if settings.context_window is not None:
+        facts.context_window = min(facts.context_window, settings.context_window)
+    return LoadedTarget(model, models.text_config(model.config), facts, device, dtype)
+
+
+def check_weight_files(folder: Path) -> None:
+    """Refuse a folder without safetensors, or with one that is cut short.
+
+    Raises:
+        CheckpointError: names the file.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            f"{folder}: *.safetensors expected, none found; convert the checkpoint, "
+            "pickled weights are never opened"
+        )
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{file}: truncated or not a safetensors file: {error}"
+            ) from error
+
+
+def _load(folder: Path, dtype: torch.dtype) -> nn.Module:
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            # Reported below with names and shapes, instead of a long trace.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: not loadable as a causal language model: {error}") from (
+            error
+        )
+    problems = [f"{name}: expected in the checkpoint, not found" for name in info["missing_keys"]]
+    problems += [
+        f"{name}: shape {list(expected)} expected, found {list(found)}"
+        for name, found, expected in info["mismatched_keys"]
+    ]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise CheckpointError(f"{folder}: {'; '.join(sorted(problems)[:3])}{more}")
+    return model  # type: ignore[no-any-return]
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(wanted)
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigurationError(
+            f"FLASHDUET_TARGET_DEVICE={wanted}: {count} CUDA devices here; "
+            "use cpu or auto, or install a CUDA build of torch and a driver"
+        )
+    return device
+
+
+def _dtype(wanted: str, checkpoint: object) -> torch.dtype:
+    if wanted != "auto":
+        return getattr(torch, wanted)  # type: ignore[no-any-return]
+    if isinstance(checkpoint, str):
+        checkpoint = getattr(torch, checkpoint, None)
+    chosen = checkpoint if checkpoint in DATA_TYPES else torch.float32
+    assert isinstance(chosen, torch.dtype)
+    log.info("dtype auto: the checkpoint's %s", str(chosen).removeprefix("torch."))
+    return chosen

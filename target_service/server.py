@@ -1,0 +1,250 @@
+"""Translates between the wire and the engine; decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc.aio import EOF  # type: ignore[attr-defined]
+from opentelemetry import trace
+from opentelemetry.context import Context
+
+from flashduet import PROTOCOL_VERSION, rpc, telemetry
+from flashduet.errors import (
+    Conflict,
+    DeadlineExceeded,
+    FlashduetError,
+    InvalidRequest,
+    Unavailable,
+)
+from flashduet.v1 import common_pb2, target_pb2, target_pb2_grpc
+from target_service.feed import SessionFeed
+from target_service.job import Outcome
+from target_service.service import TargetService
+from target_service.session import Session
+
+SERVICE_NAME = "flashduet.v1.TargetService"
+
+# A stream that is opened and then says nothing holds no session, but it does hold a stream.
+_OPEN_TIMEOUT_S = 30.0
+
+_Context = grpc.aio.ServicerContext
+
+
+class TargetServicer(target_pb2_grpc.TargetServiceServicer):
+    """Answers Unavailable until `service` is set."""
+
+    def __init__(self) -> None:
+        self.service: TargetService | None = None
+
+    async def Decode(self, requests: Any, context: _Context) -> None:
+        try:
+            service = self._ready()
+            async with asyncio.timeout(_OPEN_TIMEOUT_S):
+                request = await context.read()
+            if request is EOF:
+                return
+            if request.WhichOneof("message") != "open":
+                raise InvalidRequest("message", request.WhichOneof("message"), "open comes first")
+            await _Decode(service, context).run(request)
+        except TimeoutError:
+            await rpc.abort(context, DeadlineExceeded("no open came with the stream"))
+        except FlashduetError as error:
+            await rpc.abort(context, error)
+
+    async def GetModelInfo(
+        self, request: target_pb2.TargetServiceGetModelInfoRequest, context: _Context
+    ) -> target_pb2.TargetServiceGetModelInfoResponse:
+        service = await self._ready_or_abort(context)
+        limits = service.sessions.limits
+        return target_pb2.TargetServiceGetModelInfoResponse(
+            instance_id=service.identity.instance_id,
+            protocol_version=PROTOCOL_VERSION,
+            facts=service.identity.facts,
+            max_sessions=limits.max_sessions,
+            max_block_length=limits.max_block_length,
+            device=service.device,
+            drafts=[
+                target_pb2.AttachedDraft(
+                    instance_id=stream.draft_instance_id,
+                    transport=stream.sender.transport,  # type: ignore[arg-type]
+                    target_layer_ids=stream.layer_ids,
+                )
+                for stream in service.publisher.streams()
+            ],
+        )
+
+    async def GetLoad(
+        self, request: target_pb2.TargetServiceGetLoadRequest, context: _Context
+    ) -> target_pb2.TargetServiceGetLoadResponse:
+        service = await self._ready_or_abort(context)
+        limits = service.sessions.limits
+        return target_pb2.TargetServiceGetLoadResponse(
+            sessions=service.sessions.count,
+            max_sessions=limits.max_sessions,
+            kv_tokens=service.sessions.kv_tokens,
+            max_kv_tokens=limits.max_kv_tokens,
+            queued_items=service.scheduler.queued_items,
+            ring_records=service.publisher.ring_records,
+            steps=service.scheduler.steps,
+            dropped_chunks=[
+                common_pb2.ReasonCount(reason=reason, count=count)
+                for reason, count in sorted(service.publisher.drops.by_reason().items())
+            ],
+        )
+
+    def _ready(self) -> TargetService:
+        if self.service is None:
+            raise Unavailable("the target is still loading its weights")
+        return self.service
+
+    async def _ready_or_abort(self, context: _Context) -> TargetService:
+        try:
+            return self._ready()
+        except Unavailable as error:
+            await rpc.abort(context, error)
+
+
+class _Decode:
+    """One stream, which is one session; leaving `run`, by whatever way, frees it."""
+
+    def __init__(self, service: TargetService, context: _Context) -> None:
+        self._service = service
+        self._context = context
+        self._last_round = -1
+
+    async def run(self, request: target_pb2.DecodeRequest) -> None:
+        given = request.open.deadline_ms if request.open.HasField("deadline_ms") else None
+        try:
+            async with asyncio.timeout(None if given is None else given / 1000):
+                await self._serve(request)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the session's {given} ms are over") from error
+
+    async def _serve(self, request: target_pb2.DecodeRequest) -> None:
+        session = self._service.sessions.open(request.open)
+        feed = None
+        try:
+            feed = self._feed(request.open)
+            await self._prefill(request, session, feed)
+            while (request := await self._context.read()) is not EOF:
+                kind = request.WhichOneof("message")
+                if kind == "close":
+                    break
+                if kind != "verify":
+                    raise InvalidRequest("message", kind, "verify or close expected")
+                await self._verify(request, session, feed)
+            else:
+                return
+        finally:
+            self._service.sessions.close(session)
+            if feed is not None:
+                feed.close()
+        await self._write(target_pb2.DecodeResponse(closed=target_pb2.DecodeClosed()))
+
+    def _feed(self, message: target_pb2.DecodeOpen) -> SessionFeed | None:
+        if not message.HasField("draft_instance_id"):
+            return None
+        return self._service.publisher.open_feed(
+            message.draft_instance_id, message.session_id, message.epoch
+        )
+
+    async def _prefill(
+        self, request: target_pb2.DecodeRequest, session: Session, feed: SessionFeed | None
+    ) -> None:
+        attributes = {
+            "session": session.session_id.hex(),
+            "epoch": session.epoch,
+            "tokens": session.committed_length,
+        }
+        with _span("target.prefill", request.traceparent, attributes) as span:
+            outcome = await self._service.scheduler.prefill(
+                session, feed, telemetry.traceparent(span)
+            )
+            _record_phases(outcome, span)
+            opened = target_pb2.DecodeOpened(
+                first_token_id=outcome.committed[0],
+                cached_tokens=0,
+                drafting=feed is not None and feed.drafting,
+                timings=_timings(outcome),
+                prefill_chunks=outcome.chunks,
+            )
+            await self._write(target_pb2.DecodeResponse(opened=opened))
+
+    async def _verify(
+        self, request: target_pb2.DecodeRequest, session: Session, feed: SessionFeed | None
+    ) -> None:
+        message = request.verify
+        if message.round <= self._last_round:
+            raise Conflict(f"verify.round {message.round} given, {self._last_round} is done")
+        self._service.sessions.check_round(session, message)
+        attributes = {
+            "session": session.session_id.hex(),
+            "epoch": session.epoch,
+            "round": message.round,
+            "base": message.base,
+            "tokens": len(message.token_ids),
+        }
+        with _span("target.verify", request.traceparent, attributes) as span:
+            outcome = await self._service.scheduler.verify(
+                session, feed, message.base, message.token_ids, telemetry.traceparent(span)
+            )
+            self._last_round = message.round
+            _record_phases(outcome, span)
+            if span is not None:
+                trace.get_current_span(span).set_attribute("accepted", outcome.accepted)
+            verified = target_pb2.DecodeVerified(
+                round=message.round,
+                accepted=outcome.accepted,
+                bonus_token_id=outcome.committed[-1],
+                drafting=feed is not None and feed.drafting,
+                timings=_timings(outcome),
+            )
+            await self._write(target_pb2.DecodeResponse(verified=verified))
+
+    async def _write(self, response: target_pb2.DecodeResponse) -> None:
+        await self._context.write(response)
+
+
+@contextmanager
+def _span(name: str, traceparent: str, attributes: dict[str, Any]) -> Iterator[Context | None]:
+    """A span from a message's arrival to its answer; None where the request is not traced."""
+    parent = telemetry.context_of(traceparent)
+    if parent is None:
+        yield None
+        return
+    span = telemetry.tracer().start_span(name, context=parent, attributes=attributes)
+    try:
+        yield trace.set_span_in_context(span, Context())
+    except BaseException as error:
+        span.set_status(trace.StatusCode.ERROR, type(error).__name__)
+        raise
+    finally:
+        span.end()
+
+
+def _record_phases(outcome: Outcome, parent: Context | None) -> None:
+    for phase in outcome.phases:
+        telemetry.record_span(
+            f"target.{phase.name}",
+            parent,
+            phase.interval.start_ns,
+            phase.interval.end_ns,
+            {"rows": phase.rows},
+        )
+
+
+def _timings(outcome: Outcome) -> common_pb2.PhaseTimings:
+    total = dict.fromkeys(("queue", "forward", "sample", "publish"), 0)
+    for phase in outcome.phases:
+        total[phase.name] += phase.interval.duration_ns
+    return common_pb2.PhaseTimings(
+        queue_us=total["queue"] // 1000,
+        forward_us=total["forward"] // 1000,
+        sample_us=total["sample"] // 1000,
+        publish_us=total["publish"] // 1000,
+    )
