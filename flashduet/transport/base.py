@@ -68,9 +68,10 @@ class FeatureSender(ABC):
 
 
 class FeatureReceiver(ABC):
-    """Draft side."""
+    """Draft side. `ring_bytes` is what is mapped, 0 where the bytes come in messages."""
 
     transport: pb.Transport = pb.TRANSPORT_UNSPECIFIED
+    ring_bytes: int = 0
 
     @abstractmethod
     def take(

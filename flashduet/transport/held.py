@@ -19,7 +19,8 @@ class Held(Generic[T]):
 
     def __init__(self, value: T, give_back: Callable[[T], None]) -> None:
         self._value: T | None = value
-        self._give_back = give_back
+        # Dropped with the value: it may keep alive what the value's memory lies in.
+        self._give_back: Callable[[T], None] | None = give_back
         self._lock = threading.Lock()
         self._users = 0
         self._closed = False
@@ -56,4 +57,6 @@ class Held(Generic[T]):
             if not self._closed or self._users or self._value is None:
                 return
             value, self._value = self._value, None
-        self._give_back(value)
+            give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back(value)

@@ -9,6 +9,7 @@ import torch
 from flashduet.errors import ConfigurationError, TransportError
 from flashduet.transport.base import FeatureReceiver, FeatureSender
 from flashduet.transport.tensors import (
+    copy_rows,
     describe,
     layout_of_payload,
     layout_to_send,
@@ -107,7 +108,8 @@ class InlineReceiver(FeatureReceiver):
         require_nbytes(len(data), layout)
         features = torch.empty(rows, width, dtype=layout.dtype, device=self._device)
         source = view_of_buffer(data, read_only=True).view(layout.dtype).view(rows, width)
-        return features.copy_(source)
+        copy_rows(features, source)
+        return features
 
     @property
     def closed(self) -> bool:

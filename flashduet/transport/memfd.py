@@ -105,7 +105,11 @@ class MemfdSender(RingSender):
         ring = create_ring(nbytes)
         self.descriptor = ring.descriptor
         self.ring_bytes = ring.buffer.numel()
-        pinned = _pin(ring.buffer, device, flags=0)
+        try:
+            pinned = _pin(ring.buffer, device, flags=0)
+        except BaseException:
+            self.close_descriptor()
+            raise
         super().__init__(
             pb.TRANSPORT_MEMFD, RecordMemory(ring.buffer), lambda _: _unpin(ring.buffer, pinned)
         )

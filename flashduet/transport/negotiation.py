@@ -92,7 +92,7 @@ async def open_sender(
         name = transport_name(transport)
         try:
             sender, attach = await _open(transport, draft_instance_id, options)
-        except (TransportError, OSError) as error:
+        except (TransportError, OSError, RuntimeError) as error:  # RuntimeError: torch on a GPU
             reason = error.strerror if isinstance(error, OSError) else str(error)
             failures.append(f"{name}: {reason}")
             log.info("transport %s cannot be used: %s", name, reason)
@@ -210,9 +210,10 @@ class Receivers:
             receiver = self._listener.claim(attach.ring_token)
             if receiver is None:
                 raise Incompatible("no ring was handed over for this stream, or it expired")
-            if receiver.transport != attach.transport:
+            found = (receiver.transport, receiver.ring_bytes)
+            if found != (attach.transport, attach.ring_bytes):
                 receiver.close()
-                raise Incompatible("the ring handed over is of another transport")
+                raise Incompatible("the ring handed over is not the one that the stream describes")
         self._forget_closed()
         self._open.add(receiver)
         opened[transport_name(attach.transport)] += 1

@@ -17,7 +17,7 @@ import torch
 
 from flashduet.errors import TransportError
 from flashduet.transport.ring import ALIGNMENT, HEADER_BYTES
-from flashduet.transport.tensors import DATA_TYPES, TensorLayout
+from flashduet.transport.tensors import DATA_TYPES, TensorLayout, copy_rows
 
 WORDS = HEADER_BYTES // 8
 # What it means when a word of the header is not the expected one, in the order of the words.
@@ -84,7 +84,7 @@ class RecordMemory:
         first = offset // 8
         self._words[first] = 0
         words = torch.tensor(header.words(), dtype=torch.int64)
-        self._payload(offset, header.layout).copy_(features.detach())
+        copy_rows(self._payload(offset, header.layout), features)
         self._words[first + 1 : first + WORDS].copy_(words[1:])
         self._words[first] = header.generation
         if self._bytes.is_cuda:
@@ -109,7 +109,7 @@ class RecordMemory:
         self._require(offset, expected)
         layout = header.layout
         features = torch.empty(layout.rows, layout.width, dtype=layout.dtype, device=device)
-        features.copy_(self._payload(offset, layout))
+        copy_rows(features, self._payload(offset, layout))
         if features.is_cuda:
             # The sender may reuse the record as soon as the chunk is answered.
             torch.cuda.current_stream(features.device).synchronize()

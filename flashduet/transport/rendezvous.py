@@ -204,7 +204,7 @@ class RingListener:
                     await _readable(peer)
                 if answer := self._take(peer):
                     peer.send(answer)
-            except (TransportError, TimeoutError, OSError) as error:
+            except (TransportError, TimeoutError, OSError, RuntimeError) as error:
                 log.warning("a ring was refused: %s", error)
                 with contextlib.suppress(OSError):
                     peer.send(_REFUSED)

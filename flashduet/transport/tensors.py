@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from flashduet.errors import TransportError
@@ -84,6 +85,21 @@ def require_nbytes(found: int, layout: TensorLayout) -> None:
 def describe(layout: TensorLayout) -> pb.TensorPayload:
     """A TensorPayload with everything but its storage."""
     return pb.TensorPayload(data_type=DATA_TYPES[layout.dtype], shape=[layout.rows, layout.width])
+
+
+def copy_rows(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy [rows, width] into a contiguous tensor of the same shape and dtype, on any devices.
+
+    Between CPU tensors it is done by this thread alone, at memory speed. torch would split it over
+    its OpenMP pool and wait for threads that the neighbours on the machine have displaced: with
+    both cores busy that took 7.3 ms for 11.8 MB instead of 0.3 ms.
+    """
+    source = source.detach()
+    if destination.is_cpu and source.is_cpu and source.stride(1) == 1:
+        # As bytes, because numpy knows no bfloat16.
+        np.copyto(destination.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+    else:
+        destination.copy_(source)
 
 
 def view_of_buffer(buffer: object, *, read_only: bool = False) -> torch.Tensor:
