@@ -7,6 +7,10 @@ import logging
 import os
 import signal
 import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -23,6 +27,9 @@ from target_service.settings import TargetSettings
 
 log = logging.getLogger("target_service")
 
+_LOADER = "load-weights"
+_T = TypeVar("_T")
+
 
 def main() -> int:
     """Exit status 0 after a stop that was asked for, 2 for a configuration that cannot work."""
@@ -37,6 +44,10 @@ def main() -> int:
         return 2
     finally:
         telemetry.shutdown()
+    if any(thread.name == _LOADER for thread in threading.enumerate()):
+        # Stopped while loading: tearing the interpreter down under torch's C++ would abort.
+        logging.shutdown()
+        os._exit(0)
     return 0
 
 
@@ -50,17 +61,48 @@ async def serve(settings: TargetSettings) -> None:
     target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server.grpc)
     await server.start(settings.listen)
     try:
-        target, engine = await asyncio.to_thread(_load, settings)
-        servicer.service = TargetService.start(settings, target, engine)
-        await server.serving()
-        facts = target.facts
-        log.info("serving %s on port %d (%s)", facts.name, server.port, target.device)
-        await stop.wait()
+        stopped = asyncio.create_task(stop.wait())
+        loaded = _in_daemon_thread(lambda: _load(settings))
+        either: set[asyncio.Future[Any]] = {stopped, loaded}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if loaded.done():
+            target, engine = loaded.result()
+            servicer.service = TargetService.start(settings, target, engine)
+            await server.serving()
+            name = target.facts.name
+            log.info("serving %s on port %d (%s)", name, server.port, target.device)
+        await stopped
     finally:
         log.info("stopping")
         await server.stop(settings.shutdown_grace_s)
         if servicer.service is not None:
             await servicer.service.close()
+
+
+def _in_daemon_thread(work: Callable[[], _T]) -> asyncio.Future[_T]:
+    """Run `work` on a thread that a stop need not wait for: weights can take minutes to arrive."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_T] = loop.create_future()
+
+    def settle(result: _T | None, error: Exception | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast(_T, result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+        with suppress(RuntimeError):  # the loop is closed: the process is ending
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name=_LOADER, daemon=True).start()
+    return future
 
 
 def _load(settings: TargetSettings) -> tuple[LoadedTarget, Engine]:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import grpc.aio
 from grpc.aio import EOF  # type: ignore[attr-defined]
-from opentelemetry import trace
-from opentelemetry.context import Context
 
-from flashduet import PROTOCOL_VERSION, rpc, telemetry
+from flashduet import PROTOCOL_VERSION, rpc
 from flashduet.errors import (
     Conflict,
     DeadlineExceeded,
@@ -23,9 +19,9 @@ from flashduet.errors import (
 )
 from flashduet.v1 import common_pb2, target_pb2, target_pb2_grpc
 from target_service.feed import SessionFeed
-from target_service.job import Outcome
 from target_service.service import TargetService
 from target_service.session import Session
+from target_service.tracing import MessageSpan, phase_timings
 
 SERVICE_NAME = "flashduet.v1.TargetService"
 
@@ -156,21 +152,19 @@ class _Decode:
     async def _prefill(
         self, request: target_pb2.DecodeRequest, session: Session, feed: SessionFeed | None
     ) -> None:
-        attributes = {
+        attributes: dict[str, str | int] = {
             "session": session.session_id.hex(),
             "epoch": session.epoch,
             "tokens": session.committed_length,
         }
-        with _span("target.prefill", request.traceparent, attributes) as span:
-            outcome = await self._service.scheduler.prefill(
-                session, feed, telemetry.traceparent(span)
-            )
-            _record_phases(outcome, span)
+        with MessageSpan("target.prefill", request.traceparent, attributes) as span:
+            outcome = await self._service.scheduler.prefill(session, feed, span.traceparent)
+            span.record(outcome)
             opened = target_pb2.DecodeOpened(
                 first_token_id=outcome.committed[0],
                 cached_tokens=0,
                 drafting=feed is not None and feed.drafting,
-                timings=_timings(outcome),
+                timings=phase_timings(outcome),
                 prefill_chunks=outcome.chunks,
             )
             await self._write(target_pb2.DecodeResponse(opened=opened))
@@ -182,69 +176,27 @@ class _Decode:
         if message.round <= self._last_round:
             raise Conflict(f"verify.round {message.round} given, {self._last_round} is done")
         self._service.sessions.check_round(session, message)
-        attributes = {
+        attributes: dict[str, str | int] = {
             "session": session.session_id.hex(),
             "epoch": session.epoch,
             "round": message.round,
             "base": message.base,
             "tokens": len(message.token_ids),
         }
-        with _span("target.verify", request.traceparent, attributes) as span:
+        with MessageSpan("target.verify", request.traceparent, attributes) as span:
             outcome = await self._service.scheduler.verify(
-                session, feed, message.base, message.token_ids, telemetry.traceparent(span)
+                session, feed, message.base, message.token_ids, span.traceparent
             )
             self._last_round = message.round
-            _record_phases(outcome, span)
-            if span is not None:
-                trace.get_current_span(span).set_attribute("accepted", outcome.accepted)
+            span.record(outcome)
             verified = target_pb2.DecodeVerified(
                 round=message.round,
                 accepted=outcome.accepted,
                 bonus_token_id=outcome.committed[-1],
                 drafting=feed is not None and feed.drafting,
-                timings=_timings(outcome),
+                timings=phase_timings(outcome),
             )
             await self._write(target_pb2.DecodeResponse(verified=verified))
 
     async def _write(self, response: target_pb2.DecodeResponse) -> None:
         await self._context.write(response)
-
-
-@contextmanager
-def _span(name: str, traceparent: str, attributes: dict[str, Any]) -> Iterator[Context | None]:
-    """A span from a message's arrival to its answer; None where the request is not traced."""
-    parent = telemetry.context_of(traceparent)
-    if parent is None:
-        yield None
-        return
-    span = telemetry.tracer().start_span(name, context=parent, attributes=attributes)
-    try:
-        yield trace.set_span_in_context(span, Context())
-    except BaseException as error:
-        span.set_status(trace.StatusCode.ERROR, type(error).__name__)
-        raise
-    finally:
-        span.end()
-
-
-def _record_phases(outcome: Outcome, parent: Context | None) -> None:
-    for phase in outcome.phases:
-        telemetry.record_span(
-            f"target.{phase.name}",
-            parent,
-            phase.interval.start_ns,
-            phase.interval.end_ns,
-            {"rows": phase.rows},
-        )
-
-
-def _timings(outcome: Outcome) -> common_pb2.PhaseTimings:
-    total = dict.fromkeys(("queue", "forward", "sample", "publish"), 0)
-    for phase in outcome.phases:
-        total[phase.name] += phase.interval.duration_ns
-    return common_pb2.PhaseTimings(
-        queue_us=total["queue"] // 1000,
-        forward_us=total["forward"] // 1000,
-        sample_us=total["sample"] // 1000,
-        publish_us=total["publish"] // 1000,
-    )
