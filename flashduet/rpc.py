@@ -85,6 +85,9 @@ class Server:
     async def serving(self) -> None:
         await self._set(health_pb2.HealthCheckResponse.SERVING)
 
+    async def not_serving(self) -> None:
+        await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
+
     async def stop(self, grace_s: float) -> None:
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)

@@ -1,0 +1,147 @@
+"""Which block length pays, from what is measured: never slower than plain decoding.
+
+With p_j the chance that slot j's draft token is accepted once all before it were, a block of length
+b commits E(b) = 1 + p_1 + p_1 p_2 + ... + p_1 ... p_(b-1) tokens on average. The length with the
+best E(b) / (draft(b) + verify(b)) is used; b = 1 is a plain step, which costs no draft.
+
+What is measured can go out of date, so rounds that look unprofitable are tried now and then, the
+more rarely the more often they turned out to be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gateway.request import Speculation, SpeculationMode
+
+# How fast estimates follow: a session's own acceptance, that of the replica pair, and times.
+_SESSION_RATE = 0.1
+_PAIR_RATE = 0.02
+_TIME_RATE = 0.1
+# Before anything is known: acceptance of a slot, and how much a token adds to a pass relative to
+# its fixed cost (measured once on a CPU; only the first rounds rely on it).
+_PRIOR_ACCEPTANCE = 0.7
+_PRIOR_SLOPE = 0.03
+# Rounds with the full block before measurements are trusted.
+_WARM_ROUNDS = 4
+# A change of length must promise this much, or the noise of the clocks would make it.
+_STICKINESS = 1.03
+_FULL_PROBE_ROUNDS = 32
+_PLAIN_PROBE_ROUNDS = 64
+_FIRST_OFF_ROUNDS = 8
+_MOST_OFF_ROUNDS = 128
+
+
+@dataclass(slots=True)
+class CostCurve:
+    """Seconds of a pass by its number of tokens: running means, and a guess between them."""
+
+    _seconds: dict[int, float] = field(default_factory=dict)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        known = self._seconds.get(tokens)
+        self._seconds[tokens] = seconds if known is None else known + _TIME_RATE * (seconds - known)
+
+    def known(self, tokens: int) -> bool:
+        return tokens in self._seconds
+
+    def seconds(self, tokens: int) -> float:
+        """The measured mean, or the nearest measured one scaled by the prior slope; 0 without."""
+        if tokens in self._seconds or not self._seconds:
+            return self._seconds.get(tokens, 0.0)
+        nearest = min(self._seconds, key=lambda measured: abs(measured - tokens))
+        ratio = (1 + _PRIOR_SLOPE * tokens) / (1 + _PRIOR_SLOPE * nearest)
+        return self._seconds[nearest] * ratio
+
+
+class PairModel:
+    """What all sessions on one target and one draft replica have learned together."""
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+        self.acceptance = [_PRIOR_ACCEPTANCE] * (max_length - 1)
+        self.draft = CostCurve()
+        self.verify = CostCurve()
+        self.drafted_rounds = 0
+        self.rounds_since_plain = 0
+
+    def best_length(self, acceptance: list[float], limit: int, current: int) -> int:
+        """The length up to `limit` with the best expected tokens a second.
+
+        `current` stays unless another one is clearly better.
+        """
+        best, best_rate, current_rate = 1, 1 / max(self.verify.seconds(1), 1e-9), 0.0
+        if current == 1:
+            current_rate = best_rate
+        survives, expected = 1.0, 1.0
+        for length in range(2, limit + 1):
+            survives *= acceptance[length - 2]
+            expected += survives
+            cost = self.draft.seconds(length) + self.verify.seconds(length)
+            rate = expected / max(cost, 1e-9)
+            if rate > best_rate:
+                best, best_rate = length, rate
+            if length == current:
+                current_rate = rate
+        return current if 0 < best_rate < current_rate * _STICKINESS else best
+
+
+class BlockController:
+    """Chooses the block length of each round of one session."""
+
+    def __init__(self, pair: PairModel, speculation: Speculation, default_length: int) -> None:
+        """
+        Args:
+            pair: shared by the sessions on the same replicas.
+            speculation: the request's; OFF needs no controller.
+            default_length: what the drafter was trained with.
+        """
+        self._pair = pair
+        self._fixed = speculation.mode is SpeculationMode.FIXED
+        self._full = min(speculation.block_length or default_length, pair.max_length)
+        self._acceptance = list(pair.acceptance)
+        self._length = self._full
+        self._off_rounds_left = 0
+        self._next_off_rounds = _FIRST_OFF_ROUNDS
+
+    def length(self) -> int:
+        """Anchor + draft tokens of the coming round; 1 is a plain step."""
+        if self._fixed or self._pair.drafted_rounds < _WARM_ROUNDS:
+            return self._full
+        if self._off_rounds_left:
+            self._off_rounds_left -= 1
+            # The last of them is the probe that the next decision rests on.
+            return 1 if self._off_rounds_left else self._full
+        pair = self._pair
+        if pair.rounds_since_plain >= _PLAIN_PROBE_ROUNDS:
+            pair.rounds_since_plain = 0
+            return 1
+        if pair.drafted_rounds % _FULL_PROBE_ROUNDS == 0:
+            return self._full
+        self._length = pair.best_length(self._acceptance, self._full, self._length)
+        if self._length > 1:
+            self._next_off_rounds = _FIRST_OFF_ROUNDS
+        else:
+            self._off_rounds_left = self._next_off_rounds
+            self._next_off_rounds = min(2 * self._next_off_rounds, _MOST_OFF_ROUNDS)
+        return self._length
+
+    def observe_plain(self, verify_s: float) -> None:
+        """A plain step took so long."""
+        self._pair.rounds_since_plain = 0
+        self._pair.verify.observe(1, verify_s)
+
+    def observe(
+        self, length: int, drafted: int, accepted: int, propose_s: float, verify_s: float
+    ) -> None:
+        """A block of `length` gave `drafted` tokens, of which the target accepted `accepted`."""
+        pair = self._pair
+        pair.drafted_rounds += 1
+        pair.rounds_since_plain += 1
+        pair.draft.observe(length, propose_s)
+        pair.verify.observe(drafted + 1, verify_s)
+        # Slots after the first rejected one tell nothing: they were never compared.
+        for slot in range(min(drafted, accepted + 1)):
+            verdict = 1.0 if slot < accepted else 0.0
+            self._acceptance[slot] += _SESSION_RATE * (verdict - self._acceptance[slot])
+            pair.acceptance[slot] += _PAIR_RATE * (verdict - pair.acceptance[slot])

@@ -1,0 +1,86 @@
+"""How one request is drafted: its draft session, its block-length controller, and why not."""
+
+from __future__ import annotations
+
+from flashduet.v1.target_pb2 import DecodeOpened, DecodeVerified
+from gateway.answer import Answer
+from gateway.controller import BlockController
+from gateway.draft_client import DraftSession, Proposal
+from gateway.tally import Phase, Tally
+
+
+class Drafter:
+    """Gives each round a proposal; an empty one is as good as any, only slower.
+
+    Without a session (`undrafted` says why) every proposal is empty.
+    """
+
+    def __init__(
+        self,
+        session: DraftSession | None,
+        controller: BlockController | None,
+        tally: Tally,
+        undrafted: str,
+    ) -> None:
+        self._session = session
+        self._controller = controller
+        self._tally = tally
+        self._undrafted = undrafted
+
+    async def open(self, traceparent: str) -> bytes | None:
+        """Instance id of the draft that took the session and wants its features."""
+        if self._session is not None and await self._session.open(traceparent):
+            return self._session.instance_id
+        return None
+
+    def opened(self, opened: DecodeOpened) -> None:
+        """The prompt is prefilled; the target may have been unable to reach the draft."""
+        if self._session is not None and not opened.drafting:
+            self._session.lose("no_context")
+
+    async def propose(self, answer: Answer, round_: Phase) -> Proposal:
+        """Draft tokens for the coming round; none, with the reason, where there can be none."""
+        session, controller = self._session, self._controller
+        if session is None or controller is None:
+            return Proposal([], self._undrafted)
+        if answer.wanted == 1:
+            return Proposal([], "last_token")
+        number = self._tally.rounds + 1
+        if reason := session.unavailable(number):
+            return Proposal([], reason)
+        block_length = min(controller.length(), answer.wanted)
+        if block_length == 1:
+            return Proposal([], "controller")
+        with round_.phase("propose") as phase:
+            proposal = await session.propose(
+                number, answer.length, answer.anchor, block_length, phase.traceparent
+            )
+            phase.note(
+                round=number,
+                base=answer.length - 1,
+                tokens=len(proposal.token_ids),
+                undrafted=proposal.undrafted,
+            )
+        if proposal.timings is not None:
+            self._tally.draft_spent(proposal.timings)
+        return proposal
+
+    def learn(self, proposal: Proposal, verified: DecodeVerified, verify_s: float) -> None:
+        """Take the target's verdict into account."""
+        session, controller = self._session, self._controller
+        if session is None or controller is None:
+            return
+        if not verified.drafting:
+            session.lose("context_lost")
+        drafted = len(proposal.token_ids)
+        if drafted:
+            controller.observe(
+                proposal.block_length, drafted, verified.accepted, proposal.seconds, verify_s
+            )
+        else:
+            controller.observe_plain(verify_s)
+
+    def close(self) -> None:
+        """Free the draft's session; safe at any time."""
+        if self._session is not None:
+            self._session.close()

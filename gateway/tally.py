@@ -1,0 +1,160 @@
+"""Where a request's time goes, told twice: as spans of its trace and as sums in its statistics."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, Status, StatusCode
+from opentelemetry.util.types import AttributeValue
+
+from flashduet import telemetry
+from flashduet.v1.common_pb2 import PhaseTimings, ReasonCount
+from flashduet.v1.gateway_pb2 import PhaseSeconds, SpeculationStats
+from flashduet.v1.target_pb2 import DecodeOpened, DecodeVerified
+from gateway.draft_client import Proposal
+
+
+class Phase:
+    """A span of time within a request, used as a context manager.
+
+    Costs two clock readings where the request is not traced. `seconds` is known once it is over;
+    `traceparent` goes with the messages sent meanwhile.
+    """
+
+    __slots__ = (
+        "_context",
+        "_counted",
+        "_name",
+        "_parent",
+        "_span",
+        "_started",
+        "_tally",
+        "seconds",
+    )
+
+    def __init__(
+        self, tally: Tally, name: str, parent: Context | None, *, counted: bool = True
+    ) -> None:
+        """`counted`: part of the sums; spans that only hold others are not."""
+        self._tally = tally
+        self._name = name
+        self._counted = counted
+        self._parent = parent
+        self._span: Span | None = None
+        self._context: Context | None = None
+        self._started = 0.0
+        self.seconds = 0.0
+
+    def __enter__(self) -> Self:
+        if self._parent is not None:
+            self._span = telemetry.tracer().start_span(self._name, context=self._parent)
+            self._context = trace.set_span_in_context(self._span, Context())
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.seconds = time.perf_counter() - self._started
+        if self._counted:
+            self._tally.add(self._name, self.seconds)
+        if self._span is not None:
+            if kind is not None:
+                self._span.set_status(Status(StatusCode.ERROR, kind.__name__))
+            self._span.end()
+
+    def phase(self, name: str) -> Phase:
+        """A phase inside this one."""
+        return Phase(self._tally, name, self._context)
+
+    def group(self, name: str) -> Phase:
+        """A span inside this one that only holds others."""
+        return Phase(self._tally, name, self._context, counted=False)
+
+    def note(self, **attributes: AttributeValue) -> None:
+        """Put facts on the span."""
+        if self._span is not None:
+            self._span.set_attributes(attributes)
+
+    @property
+    def traceparent(self) -> str:
+        return telemetry.traceparent(self._context) if self._context is not None else ""
+
+    @property
+    def trace_id(self) -> str:
+        return telemetry.trace_id(self._context)
+
+
+class Tally:
+    """One request's sums: seconds by phase, rounds, tokens drafted and accepted."""
+
+    def __init__(self) -> None:
+        self.cached_tokens = 0
+        self.rounds = 0
+        self.drafted_rounds = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
+        self._seconds: dict[str, float] = {}
+        self._undrafted: dict[str, int] = {}
+
+    def request(self, traceparent: str) -> Phase:
+        """The root of the request's trace, below the client's own span if it sent one."""
+        parent = (telemetry.context_of(traceparent) or Context()) if telemetry.enabled() else None
+        return Phase(self, "flashduet.request", parent, counted=False)
+
+    def add(self, phase: str, seconds: float) -> None:
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+
+    def count_prefill(self, opened: DecodeOpened) -> None:
+        self.cached_tokens = opened.cached_tokens
+        self._target_spent("prefill", opened.timings)
+
+    def draft_spent(self, timings: PhaseTimings) -> None:
+        """Add what the draft says about the inside of a proposal."""
+        self.add("propose.queue", timings.queue_us / 1e6)
+        self.add("propose.context_wait", timings.context_wait_us / 1e6)
+        self.add("propose.forward", timings.forward_us / 1e6)
+        self.add("propose.sample", timings.sample_us / 1e6)
+
+    def count_round(self, proposal: Proposal, verified: DecodeVerified, *, committed: int) -> None:
+        """Add a round, of which `committed` tokens were kept (after stop and budget)."""
+        self.rounds += 1
+        if proposal.token_ids:
+            self.drafted_rounds += 1
+            self.drafted_tokens += len(proposal.token_ids)
+            self.accepted_tokens += min(verified.accepted, committed)
+        else:
+            reason = proposal.undrafted
+            self._undrafted[reason] = self._undrafted.get(reason, 0) + 1
+        self._target_spent("verify", verified.timings)
+
+    def stats(self, tokens: int) -> SpeculationStats:
+        """As the client gets it; `tokens` counts the whole answer, the first token included."""
+        return SpeculationStats(
+            rounds=self.rounds,
+            drafted_rounds=self.drafted_rounds,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
+            acceptance_length=(tokens - 1) / self.rounds if self.rounds else 0.0,
+            phases=[
+                PhaseSeconds(phase=name, seconds=seconds)
+                for name, seconds in sorted(self._seconds.items())
+            ],
+            undrafted_rounds=[
+                ReasonCount(reason=reason, count=count)
+                for reason, count in sorted(self._undrafted.items())
+            ],
+        )
+
+    def _target_spent(self, phase: str, timings: PhaseTimings) -> None:
+        self.add(f"{phase}.queue", timings.queue_us / 1e6)
+        self.add(f"{phase}.forward", timings.forward_us / 1e6)
+        self.add(f"{phase}.sample", timings.sample_us / 1e6)
+        self.add(f"{phase}.publish", timings.publish_us / 1e6)
