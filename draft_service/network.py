@@ -51,7 +51,9 @@ class Rotary(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         # Not a buffer: .to(bfloat16) would round it.
-        self.frequencies = torch.tensor(config.inverse_frequencies, dtype=torch.float32)
+        self.frequencies = torch.tensor(
+            config.inverse_frequencies, dtype=torch.float32, device="cpu"
+        )
         self.scale = config.rotary_scale
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,228 @@
+"""Runs the drafter over a list of work. Knows tensors; knows no sessions, no queue and no gRPC.
+
+All rows of a step, of whatever sessions, go through the linear layers as one packed row without
+padding. Only attention is per session, over the session's own buffers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from draft_service.context import ContextKV, ContextShape
+from draft_service.masks import LayerMask, attention_masks
+from draft_service.network import DFlashNetwork, KeysValues, folded_attention
+from draft_service.target_tensors import TargetTensors
+from draft_service.work import Drafts, IngestWork, ProposeWork, StepResult, StepTimes
+from flashduet.sampling.choose import BadLogits, RowKey, choose_draft_rows
+from flashduet.sampling.params import Sampling
+
+
+class Engine:
+    """The network, the target's two tensors, and one step over them.
+
+    Not for two threads at once.
+
+    Args:
+        network: loaded, on its device and in its dtype; its weights are fused here.
+        tensors: the target's embedding and head, on the same device and in the same dtype.
+    """
+
+    def __init__(self, network: DFlashNetwork, tensors: TargetTensors) -> None:
+        self.network = network
+        self.config = network.config
+        self.device = network.fc.weight.device
+        self.dtype = network.fc.weight.dtype
+        self.shape = ContextShape.of(self.config, self.dtype, self.device)
+        self._tensors = tensors
+        network.fuse()
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this: the rows of the target's embedding."""
+        return self._tensors.embedding.shape[0]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of all weights, the target's two tensors included."""
+        tensors = {self._tensors.embedding.data_ptr(): self._tensors.embedding}
+        tensors[self._tensors.head.data_ptr()] = self._tensors.head
+        own = sum(p.numel() * p.element_size() for p in self.network.parameters())
+        return own + sum(t.numel() * t.element_size() for t in tensors.values())
+
+    def new_context(self) -> ContextKV:
+        """An empty context; takes no memory before its first row."""
+        return ContextKV(self.shape)
+
+    @torch.inference_mode()
+    def step(self, ingests: Sequence[IngestWork], proposals: Sequence[ProposeWork]) -> StepResult:
+        """Append what arrived, then draft.
+
+        Args:
+            ingests: of any contexts; those of one context in the order of their positions.
+            proposals: at most one of a context.
+
+        Raises:
+            ValueError: an ingest does not begin where its context ends. Nothing was changed.
+        """
+        start_ns = time.time_ns()
+        if ingests:
+            self._ingest(ingests)
+        ingested_ns = time.time_ns()
+        ready = [work for work in proposals if work.context.length == work.anchor_position]
+        forwarded_ns = sampled_ns = ingested_ns
+        drafted: list[Drafts | None] = []
+        if ready:
+            logits = self.draft_logits(ready)
+            self._synchronize()
+            forwarded_ns = time.time_ns()
+            drafted = self._choose(logits, ready)
+            sampled_ns = time.time_ns()
+        by_work = dict(zip(map(id, ready), drafted, strict=True))
+        return StepResult(
+            [by_work.get(id(work)) for work in proposals],
+            StepTimes(start_ns, ingested_ns, forwarded_ns, sampled_ns),
+        )
+
+    def warm_up(self, block_length: int) -> None:
+        """Run every path once, so that no request pays for first-time work."""
+        context = self.new_context()
+        features = torch.zeros(
+            (64, self.config.feature_width), dtype=self.dtype, device=self.device
+        )
+        for sampling in (Sampling(), Sampling(temperature=1.0, top_p=0.9, seed=1)):
+            ingest = IngestWork(context, context.length, features)
+            anchor = context.length + len(features)
+            propose = ProposeWork(context, anchor, 0, block_length, sampling, choice=0)
+            self.step([ingest], [propose])
+
+    def _ingest(self, ingests: Sequence[IngestWork]) -> None:
+        ends: dict[int, int] = {}
+        for work in ingests:
+            end = ends.get(id(work.context), work.context.length)
+            if work.base != end:
+                raise ValueError(f"features of position {work.base} for a context of {end} rows")
+            ends[id(work.context)] = end + work.rows
+        features = _joined([work.features.to(self.dtype) for work in ingests])
+        positions = _joined(
+            [torch.arange(work.base, work.base + work.rows) for work in ingests]
+        ).to(self.device)
+        network = self.network
+        new = network.context_kv_stacked(network.context_states(features), positions)
+        start = 0
+        for work in ingests:
+            rows = slice(start, start + work.rows)
+            work.context.append(KeysValues(new.keys[:, :, rows], new.values[:, :, rows]))
+            start += work.rows
+
+    @torch.inference_mode()
+    def draft_logits(self, proposals: Sequence[ProposeWork]) -> Tensor:
+        """Float32 logits [sum of block_length - 1, V] of the draft slots, block after block.
+
+        Every proposal's context has just the rows before its anchor, and is left as it was.
+        """
+        blocks, slots, token_ids, start = [], [], [], 0
+        for work in proposals:
+            work.context.reserve(work.anchor_position + work.block_length)
+            blocks.append(_Block.of(work, start, self.config.layer_masks, self.device))
+            token_ids += [work.anchor_token_id] + [self.config.mask_token_id] * (
+                work.block_length - 1
+            )
+            # Slot 0 is the anchor and predicts nothing.
+            slots.append(torch.arange(start + 1, start + work.block_length))
+            start += work.block_length
+        network = self.network
+        inputs = network.embed(torch.tensor(token_ids, device=self.device), self._tensors.embedding)
+        positions = _joined([block.positions for block in blocks])
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            kind = self.config.layer_masks[index]
+            return _joined([block.attend(index, kind, q, k, v) for block in blocks])
+
+        hidden = network.run(inputs, positions, attend)
+        hidden = hidden.index_select(0, _joined(slots).to(self.device))
+        return network.logits(hidden, self._tensors.head, self._tensors.head_bias)
+
+    def _choose(self, logits: Tensor, proposals: Sequence[ProposeWork]) -> list[Drafts | None]:
+        rows = [work.block_length - 1 for work in proposals]
+        try:
+            return list(_choose_blocks(logits, proposals, rows))
+        except BadLogits:
+            # One session's broken features must not cost the others their drafts.
+            return [
+                _choose_alone(block, work)
+                for block, work in zip(logits.split(rows), proposals, strict=True)
+            ]
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def _choose_blocks(
+    logits: Tensor, proposals: Sequence[ProposeWork], rows: Sequence[int]
+) -> list[Drafts]:
+    """Float32 logits of all blocks' draft slots → the drafts of each block, in one call."""
+    keys = [
+        RowKey(work.anchor_position + slot, work.sampling, work.choice)
+        for work in proposals
+        for slot in range(1, work.block_length)
+    ]
+    chosen = choose_draft_rows(logits, keys)
+    ends = list(accumulate(rows))
+    return [
+        Drafts(chosen.tokens[end - count : end], chosen.confidence[end - count : end])
+        for end, count in zip(ends, rows, strict=True)
+    ]
+
+
+def _choose_alone(logits: Tensor, work: ProposeWork) -> Drafts | None:
+    try:
+        return _choose_blocks(logits, [work], [logits.shape[0]])[0]
+    except BadLogits:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One proposal's rows in the packed row, and what each kind of layer lets them see."""
+
+    context: ContextKV
+    rows: slice
+    positions: Tensor
+    first_seen: dict[LayerMask, int]
+    masks: dict[LayerMask, Tensor | None]
+
+    @classmethod
+    def of(
+        cls, work: ProposeWork, start: int, kinds: Sequence[LayerMask], device: torch.device
+    ) -> _Block:
+        anchor = work.anchor_position
+        positions = torch.arange(anchor, anchor + work.block_length, device=device)
+        first_seen: dict[LayerMask, int] = {}
+        masks: dict[LayerMask, Tensor | None] = {}
+        for kind in set(kinds):
+            # No query sees further back than the anchor does, so a window need not be masked there.
+            first = 0 if kind.window is None else max(0, anchor - kind.window + 1)
+            context_positions = torch.arange(first, anchor, device=device)
+            first_seen[kind] = first
+            masks |= attention_masks([kind], positions[None], context_positions[None])
+        return cls(
+            work.context, slice(start, start + work.block_length), positions, first_seen, masks
+        )
+
+    def attend(self, index: int, kind: LayerMask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Packed q [n, heads, d], k and v [n, kv_heads, d] → this block's [rows, heads * d]."""
+        rows = self.rows
+        seen = self.context.with_block(index, self.first_seen[kind], k[rows], v[rows])
+        out = folded_attention(q[None, rows], seen.keys[None], seen.values[None], self.masks[kind])
+        return out[0]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

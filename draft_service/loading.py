@@ -1,0 +1,137 @@
+"""From settings to an engine: which folders, device and dtype, and what memory it will take."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from draft_service.checkpoint import load_drafter
+from draft_service.engine import Engine
+from draft_service.pairing import check_drafter
+from draft_service.settings import DraftSettings
+from draft_service.target_tensors import load_target_tensors
+from flashduet import models
+from flashduet.errors import ConfigurationError
+from flashduet.settings import DtypeChoice
+from flashduet.v1 import common_pb2 as pb
+
+# Beside the packages in a source tree.
+SHIPPED_DRAFTER = Path(__file__).parent.parent / "models" / "smollm2-135m-instruct-dflash"
+
+_DTYPES = {
+    "float32": (torch.float32, pb.DATA_TYPE_FLOAT32),
+    "float16": (torch.float16, pb.DATA_TYPE_FLOAT16),
+    "bfloat16": (torch.bfloat16, pb.DATA_TYPE_BFLOAT16),
+}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDrafter:
+    """An engine that has been warmed up, the drafter's name, and its target's facts."""
+
+    engine: Engine
+    name: str
+    target_facts: pb.ModelFacts
+
+
+def choose_device(wanted: str) -> torch.device:
+    """`auto` takes a GPU where there is one.
+
+    Raises:
+        ConfigurationError: the device asked for cannot be had.
+    """
+    if wanted == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"FLASHDUET_DRAFT_DEVICE: {wanted!r} is no device; use auto, cpu or cuda:N"
+        ) from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigurationError(
+                f"FLASHDUET_DRAFT_DEVICE: {wanted!r} asked for and {count} GPUs are visible to "
+                "this PyTorch; use auto or cpu, or install a CUDA build"
+            )
+        return torch.device("cuda", device.index or 0)
+    if device.type != "cpu":
+        raise ConfigurationError(
+            f"FLASHDUET_DRAFT_DEVICE: {wanted!r} is not supported; use auto, cpu or cuda:N"
+        )
+    return device
+
+
+def choose_dtype(wanted: DtypeChoice, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the hardware multiplies it, else float32."""
+    if wanted != "auto":
+        return _DTYPES[wanted][0]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def load(settings: DraftSettings) -> LoadedDrafter:
+    """Load drafter and target tensors, check that they fit, and warm up. Takes seconds.
+
+    Raises:
+        ConfigurationError, CheckpointError, Incompatible: with the fix.
+    """
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, device)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    folder = _drafter_folder(settings.model)
+    target_folder = models.resolve_model(settings.target_model)
+    target_config = models.load_config(target_folder)
+    facts = models.model_facts(
+        target_folder,
+        settings.target_name or models.served_name(settings.target_model),
+        _data_type(dtype),
+    )
+    network = load_drafter(folder, device=device, dtype=dtype)
+    tied = bool(getattr(target_config, "tie_word_embeddings", False)) or bool(
+        getattr(models.text_config(target_config), "tie_word_embeddings", False)
+    )
+    tensors = load_target_tensors(target_folder, tied=tied, device=device, dtype=dtype)
+    check_drafter(network.config, tensors, facts)
+    engine = Engine(network, tensors)
+    engine.warm_up(max(2, min(network.config.block_length, settings.max_block_length)))
+    _log_plan(engine, folder.name, settings)
+    return LoadedDrafter(engine, folder.name, facts)
+
+
+def _drafter_folder(reference: str) -> Path:
+    if reference != "default":
+        return models.resolve_model(reference)
+    if not SHIPPED_DRAFTER.is_dir():
+        raise ConfigurationError(
+            "FLASHDUET_DRAFT_MODEL: the shipped drafter is not beside this installation; give a "
+            "drafter's folder or Hub id"
+        )
+    return SHIPPED_DRAFTER
+
+
+def _data_type(dtype: torch.dtype) -> int:
+    return next(wire for ours, wire in _DTYPES.values() if ours == dtype)
+
+
+def _log_plan(engine: Engine, name: str, settings: DraftSettings) -> None:
+    mib = 1024 * 1024
+    log.info(
+        "drafter %s on %s in %s: weights %.1f MiB, context at most %.1f MiB (%d rows of %d bytes)",
+        name,
+        engine.device,
+        str(engine.dtype).removeprefix("torch."),
+        engine.weight_bytes / mib,
+        settings.max_context_rows * engine.shape.row_bytes / mib,
+        settings.max_context_rows,
+        engine.shape.row_bytes,
+    )

@@ -1,0 +1,222 @@
+"""One engine thread, and the order in which it works: latency first.
+
+A proposal waits for nothing but its own context's rows. Rows of other contexts ride along in
+bounded portions, so that a long prefill neither holds up another session's round nor starves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from draft_service.context import ContextKV
+from draft_service.engine import Engine
+from draft_service.work import Drafts, IngestWork, ProposeWork, RewindWork, StepTimes
+
+# Rows of other contexts in a step that has proposals: a few milliseconds on a CPU.
+ROWS_BESIDE_PROPOSALS = 64
+ROWS_A_STEP = 512
+
+log = logging.getLogger(__name__)
+
+# Called on the event loop when rows are in the context, or (with the error) when they are lost.
+IngestDone = Callable[[BaseException | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A proposal's outcome: None where the context had other rows than it needs."""
+
+    drafts: Drafts | None
+    times: StepTimes
+
+
+@dataclass(eq=False, slots=True)
+class _Ingest:
+    work: IngestWork | RewindWork
+    done: IngestDone | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Proposal:
+    work: ProposeWork
+    answer: asyncio.Future[Drafted]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one step does: rewinds have been applied when it was chosen."""
+
+    ingests: list[IngestWork]
+    finished: list[IngestDone]
+    proposals: list[_Proposal]
+
+
+class Scheduler:
+    """The queue in front of an engine. Every method is for the event loop's thread."""
+
+    def __init__(self, engine: Engine, threads: int = 0) -> None:
+        self._engine = engine
+        self._threads = threads
+        self._lock = threading.Condition()
+        self._ingests: list[_Ingest] = []
+        self._proposals: list[_Proposal] = []
+        self._stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to work; results are delivered to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End after the step under way; what is still queued is dropped."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, 30.0)
+        for proposal in self._proposals:
+            proposal.answer.cancel()
+
+    @property
+    def queued_proposals(self) -> int:
+        return len(self._proposals)
+
+    def new_context(self) -> ContextKV:
+        """An empty context for a new session."""
+        return self._engine.new_context()
+
+    def ingest(self, work: IngestWork, done: IngestDone) -> None:
+        """Queue rows for their context; `done` is called once they are in it."""
+        self._put(_Ingest(work, done))
+
+    def rewind(self, work: RewindWork) -> None:
+        self._put(_Ingest(work))
+
+    async def propose(self, work: ProposeWork) -> Drafted:
+        """Draft a block. Cancelling the call takes it out of the queue.
+
+        Raises:
+            RuntimeError: the step failed.
+        """
+        proposal = _Proposal(work, asyncio.get_running_loop().create_future())
+        with self._lock:
+            self._proposals.append(proposal)
+            self._lock.notify()
+        try:
+            return await proposal.answer
+        finally:
+            with self._lock:
+                if proposal in self._proposals:
+                    self._proposals.remove(proposal)
+
+    def drop(self, context: ContextKV) -> None:
+        """Forget all that is queued for a context, uncalled: its session is closed."""
+        with self._lock:
+            self._ingests = [item for item in self._ingests if item.work.context is not context]
+
+    def _put(self, item: _Ingest) -> None:
+        with self._lock:
+            self._ingests.append(item)
+            self._lock.notify()
+
+    def _run(self) -> None:
+        # The thread that computes must ask for its threads itself: the setting is a thread's own.
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        while True:
+            with self._lock:
+                while not (self._stopping or self._ingests or self._proposals):
+                    self._lock.wait()
+                if self._stopping:
+                    return
+                step = self._next_step()
+            self._do(step)
+
+    def _next_step(self) -> _Step:
+        """Policy: the proposals, what their contexts still lack, and a portion of other rows."""
+        proposals, self._proposals = self._proposals, []
+        urgent = {id(proposal.work.context) for proposal in proposals}
+        room = ROWS_BESIDE_PROPOSALS if proposals else ROWS_A_STEP
+        step = _Step([], [], proposals)
+        left: list[_Ingest] = []
+        # Contexts whose rows were left: what follows of theirs is left too, for order's sake.
+        held: set[int] = set()
+        for item in self._ingests:
+            context, work = item.work.context, item.work
+            if id(context) in held:
+                left.append(item)
+            elif isinstance(work, RewindWork):
+                # Rows of the same context chosen for this step must be in before the cut.
+                if any(chosen.context is context for chosen in step.ingests):
+                    held.add(id(context))
+                    left.append(item)  # the proposals that need it are put back below
+                else:
+                    context.truncate(min(work.length, context.length))
+            elif id(context) in urgent:
+                self._take(step, item, work)
+            elif room <= 0:
+                held.add(id(context))
+                left.append(item)
+            elif work.rows > room:
+                now, later = work.split(room)
+                step.ingests.append(now)
+                left.append(_Ingest(later, item.done))
+                held.add(id(context))
+                room = 0
+            else:
+                self._take(step, item, work)
+                room -= work.rows
+        self._ingests = left
+        self._proposals = [p for p in proposals if id(p.work.context) in held]
+        step.proposals[:] = [p for p in proposals if id(p.work.context) not in held]
+        return step
+
+    @staticmethod
+    def _take(step: _Step, item: _Ingest, work: IngestWork) -> None:
+        step.ingests.append(work)
+        if item.done is not None:
+            step.finished.append(item.done)
+
+    def _do(self, step: _Step) -> None:
+        error: BaseException | None = None
+        drafted: list[Drafted] = []
+        try:
+            result = self._engine.step(step.ingests, [p.work for p in step.proposals])
+            drafted = [Drafted(drafts, result.times) for drafts in result.drafts]
+        except Exception as raised:  # one bad step must not end the service
+            log.exception("a step failed")
+            error = raised
+            step.finished.extend(self._lost_with(step))
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, step, drafted, error)
+        except RuntimeError:
+            log.warning("the event loop is closed; a step's results are dropped")
+
+    def _lost_with(self, step: _Step) -> list[IngestDone]:
+        """Take out of the queue what cannot follow the rows that a failed step has lost."""
+        lost = {id(work.context) for work in step.ingests}
+        with self._lock:
+            followers = [item for item in self._ingests if id(item.work.context) in lost]
+            self._ingests = [item for item in self._ingests if id(item.work.context) not in lost]
+        return [item.done for item in followers if item.done is not None]
+
+    @staticmethod
+    def _deliver(step: _Step, drafted: list[Drafted], error: BaseException | None) -> None:
+        for done in step.finished:
+            done(error)
+        for index, proposal in enumerate(step.proposals):
+            if proposal.answer.done():
+                continue
+            if error is not None:
+                proposal.answer.set_exception(RuntimeError(f"the step failed: {error}"))
+            else:
+                proposal.answer.set_result(drafted[index])

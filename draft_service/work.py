@@ -1,0 +1,89 @@
+"""What the engine is asked for, and what it gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from draft_service.context import ContextKV
+from flashduet.sampling.params import Sampling
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IngestWork:
+    """Project features and append their keys and values to a context.
+
+    Attributes:
+        base: absolute position of the first row.
+        features: [rows, feature_width], in any floating dtype, on the engine's device.
+    """
+
+    context: ContextKV
+    base: int
+    features: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.features.shape[0]
+
+    def split(self, rows: int) -> tuple[IngestWork, IngestWork]:
+        """The first `rows` rows, and the others."""
+        return (
+            IngestWork(self.context, self.base, self.features[:rows]),
+            IngestWork(self.context, self.base + rows, self.features[rows:]),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RewindWork:
+    """Cut a context back to `length` rows, after all that was queued before."""
+
+    context: ContextKV
+    length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProposeWork:
+    """Draft one block.
+
+    Attributes:
+        anchor_position: absolute; the context must have exactly this many rows.
+        block_length: anchor + draft tokens, at least 2.
+    """
+
+    context: ContextKV
+    anchor_position: int
+    anchor_token_id: int
+    block_length: int
+    sampling: Sampling
+    choice: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Draft tokens for the positions after the anchor, and the drafter's probability of each."""
+
+    token_ids: list[int]
+    confidence: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """When a step's phases began and ended, `time.time_ns()` values."""
+
+    start_ns: int
+    ingested_ns: int
+    forwarded_ns: int
+    sampled_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One entry a proposal, in order.
+
+    None where the context did not have just the rows it needs, or the logits were no numbers.
+    """
+
+    drafts: list[Drafts | None]
+    times: StepTimes
