@@ -161,7 +161,7 @@ def _pass_sealed_memfd() -> None:
         if len(descriptors) != 1:
             raise OSError(errno.EPROTO, "the descriptor did not arrive")
         reader = map_ring(descriptors[0], PROBE_BYTES)
-        ring.bytes[:4] = 42
+        ring.buffer[:4] = 42
         if reader[:4].tolist() != [42] * 4:
             raise OSError(errno.EIO, "the reader does not see what was written")
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 
 from flashduet.errors import Unavailable
 from flashduet.healthcheck import Health, probe
@@ -40,8 +40,12 @@ async def serving(endpoint: str) -> bool:
 
 
 @asynccontextmanager
-async def started(config: StackConfig, *, verbose: bool) -> AsyncIterator[Stack]:
+async def started(
+    config: StackConfig, *, verbose: bool, spinner: bool = True
+) -> AsyncIterator[Stack]:
     """A stack of our own, up for the block's time; progress goes to stderr.
+
+    `spinner`: draw one on a terminal while it starts (not where a bar is drawn already).
 
     Raises:
         FlashduetError: a model cannot be had, or a service did not come up.
@@ -49,13 +53,12 @@ async def started(config: StackConfig, *, verbose: bool) -> AsyncIterator[Stack]
     await pull_in_thread(config.model_reference)
     stack = Stack(config, log=log_line if verbose else _quiet, event=_event)
     names = ", ".join(config.services)
-    if verbose or not err.is_terminal:
+    if verbose or not spinner or not err.is_terminal:
         note(f"starting {names}")
-        waiting: object = nullcontext()
-    else:
-        waiting = err.status(f"starting {names}")
-    with waiting:  # type: ignore[attr-defined]
         await stack.start()
+    else:
+        with err.status(f"starting {names}"):
+            await stack.start()
     try:
         yield stack
     finally:

@@ -1,0 +1,308 @@
+"""Both clients against a gateway that is real gRPC and answers from a script."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from flashduet import errors
+from flashduet.client import AsyncClient, Client, Generation, Message
+from flashduet.client.request import build_request
+from flashduet.healthcheck import Health, probe
+from flashduet.rpc import Server, abort
+from flashduet.sampling.params import Sampling
+from flashduet.v1 import gateway_pb2 as pb
+from flashduet.v1 import gateway_pb2_grpc
+
+
+class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
+    """Answers "héllo" in two chunks; the prompt's text chooses what goes wrong."""
+
+    def __init__(self) -> None:
+        self.requests: list[pb.GenerateRequest] = []
+        self.cancelled = threading.Event()
+
+    async def Generate(self, request, context):
+        self.requests.append(request)
+        prompt = request.text or "".join(message.content for message in request.chat.messages)
+        if prompt == "bad":
+            await abort(context, errors.InvalidRequest("temperature", -1, "must be >= 0"))
+        if prompt == "busy":
+            await abort(context, errors.Overloaded("all sessions are taken", 2.5))
+        yield pb.GenerateResponse(
+            started=pb.GenerateStarted(
+                request_id="r1", model="tiny", prompt_tokens=3, trace_id="ab" * 16, seed=2**63 + 1
+            )
+        )
+        yield pb.GenerateResponse(chunk=pb.GenerateChunk(text="hé", token_ids=[4, 5]))
+        if prompt == "slow":
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                self.cancelled.set()
+                raise
+        yield pb.GenerateResponse(chunk=pb.GenerateChunk(text="", token_ids=[6]))
+        yield pb.GenerateResponse(chunk=pb.GenerateChunk(text="llo", token_ids=[7]))
+        if prompt == "cut":
+            return
+        yield pb.GenerateResponse(
+            complete=pb.GenerateComplete(
+                finish_reason=pb.FINISH_REASON_STOP,
+                usage=pb.Usage(prompt_tokens=3, completion_tokens=4, cached_tokens=1),
+                speculation=pb.SpeculationStats(
+                    rounds=2,
+                    drafted_rounds=1,
+                    drafted_tokens=7,
+                    accepted_tokens=2,
+                    acceptance_length=1.5,
+                    phases=[
+                        pb.PhaseSeconds(phase="prefill", seconds=0.5),
+                        pb.PhaseSeconds(phase="verify.forward", seconds=0.25),
+                    ],
+                    undrafted_rounds=[{"reason": "CONTEXT_LATE", "count": 1}],
+                ),
+                stop_token_id=7,
+            )
+        )
+
+    async def ListModels(self, request, context):
+        model = pb.ServedModel(id="tiny", context_window=512, max_tokens=256, block_length=8)
+        return pb.ListModelsResponse(models=[model])
+
+    async def GetLoad(self, request, context):
+        return pb.GatewayServiceGetLoadResponse(
+            active_requests=1, max_requests=8, draft_available=True
+        )
+
+
+@pytest.fixture
+def gateway():
+    """A serving gateway on its own loop and thread; yields (endpoint, servicer)."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    servicer = ScriptedGateway()
+
+    async def start() -> Server:
+        server = Server(["flashduet.v1.GatewayService"])
+        gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, server.grpc)
+        await server.start("127.0.0.1:0")
+        await server.serving()
+        return server
+
+    server = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    yield f"127.0.0.1:{server.port}", servicer
+    asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+def assert_whole(generation: Generation) -> None:
+    assert generation.text == "héllo"
+    assert generation.token_ids == [4, 5, 6, 7]
+    assert generation.finish_reason == "stop"
+    assert generation.usage.completion_tokens == 4
+    assert generation.usage.cached_tokens == 1
+    assert generation.speculation.acceptance_length == 1.5
+    assert generation.speculation.phases == {"prefill": 0.5, "verify.forward": 0.25}
+    assert generation.speculation.undrafted_rounds == {"CONTEXT_LATE": 1}
+    assert generation.seed == 2**63 + 1
+    assert generation.trace_id == "ab" * 16
+    assert (generation.stop_string, generation.stop_token_id) == (None, 7)
+    assert 0 < generation.first_token_seconds <= generation.seconds
+    assert generation.tokens_per_second == 4 / generation.seconds
+
+
+def test_sync_streams_chunks_and_then_the_result(gateway):
+    endpoint, _ = gateway
+    with Client(endpoint) as client:
+        stream = client.generate("hi")
+        texts = [chunk.text for chunk in stream]
+        assert texts == ["hé", "", "llo"]
+        assert_whole(stream.result())
+        # The second request on the same client is like the first.
+        assert_whole(client.generate("hi").result())
+
+
+async def test_async_streams_chunks_and_then_the_result(gateway):
+    endpoint, _ = gateway
+    async with AsyncClient(endpoint) as client:
+        stream = client.generate("hi")
+        assert [chunk.text async for chunk in stream] == ["hé", "", "llo"]
+        assert_whole(await stream.result())
+        assert_whole(await client.generate("hi").result())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind", "part"),
+    [
+        ("bad", errors.InvalidRequest, "temperature"),
+        ("busy", errors.Overloaded, "taken"),
+        ("cut", errors.FlashduetError, "before the answer was complete"),
+    ],
+)
+async def test_errors_have_their_class_in_both_clients(gateway, prompt, kind, part):
+    endpoint, _ = gateway
+    with Client(endpoint) as client, pytest.raises(kind, match=part) as caught:
+        client.generate(prompt).result()
+    if kind is errors.Overloaded:
+        assert caught.value.retry_after_s == 2.5
+    if kind is errors.InvalidRequest:
+        assert caught.value.violations[0].field == "temperature"
+    async with AsyncClient(endpoint) as client:
+        with pytest.raises(kind, match=part):
+            await client.generate(prompt).result()
+
+
+def test_nobody_there_is_unavailable():
+    with Client("127.0.0.1:1") as client, pytest.raises(errors.Unavailable):
+        client.generate("hi", timeout=5).result()
+
+
+async def test_a_passed_timeout_is_deadline_exceeded(gateway):
+    endpoint, servicer = gateway
+    with Client(endpoint) as client, pytest.raises(errors.DeadlineExceeded):
+        client.generate("slow", timeout=0.3).result()
+    assert servicer.cancelled.wait(5)
+    async with AsyncClient(endpoint) as client:
+        with pytest.raises(errors.DeadlineExceeded):
+            await client.generate("slow", timeout=0.3).result()
+
+
+def test_sync_cancel_from_another_thread_ends_the_stream(gateway):
+    endpoint, servicer = gateway
+    with Client(endpoint) as client:
+        stream = client.generate("slow")
+        threading.Timer(0.2, stream.cancel).start()
+        assert [chunk.token_ids for chunk in stream] == [[4, 5]]
+        with pytest.raises(errors.Cancelled):
+            stream.result()
+    assert servicer.cancelled.wait(5)
+
+
+async def test_async_cancel_ends_the_stream(gateway):
+    endpoint, servicer = gateway
+    async with AsyncClient(endpoint) as client:
+        stream = client.generate("slow")
+        async for _ in stream:
+            stream.cancel()
+        with pytest.raises(errors.Cancelled):
+            await stream.result()
+    assert await asyncio.to_thread(servicer.cancelled.wait, 5)
+
+
+async def test_a_cancelled_task_cancels_the_request_and_stays_cancelled(gateway):
+    endpoint, servicer = gateway
+    async with AsyncClient(endpoint) as client:
+        task = asyncio.create_task(client.generate("slow").result())
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert await asyncio.to_thread(servicer.cancelled.wait, 5)
+
+
+async def test_leaving_the_block_early_cancels_the_request(gateway):
+    endpoint, servicer = gateway
+    async with AsyncClient(endpoint) as client, client.generate("slow") as stream:
+        async for _ in stream:
+            break
+    assert await asyncio.to_thread(servicer.cancelled.wait, 5)
+
+
+async def test_models_and_load(gateway):
+    endpoint, _ = gateway
+    async with AsyncClient(endpoint) as client:
+        (card,) = await client.models()
+        load = await client.load()
+    assert (card.id, card.context_window, card.drafter) == ("tiny", 512, "")
+    assert (load.active_requests, load.draft_available) == (1, True)
+    with Client(endpoint) as client:
+        assert client.models() == [card]
+        assert client.load() == load
+
+
+def test_what_is_not_given_is_absent_on_the_wire():
+    request = build_request("hi", {})
+    assert not request.HasField("max_tokens")
+    assert not request.HasField("model")
+    assert not request.sampling.HasField("seed")
+    assert not request.sampling.HasField("temperature")
+    assert request.speculation == pb.Speculation()
+
+
+def test_prompts_of_each_kind():
+    assert build_request("hi", {}).chat.messages[0].role == "user"
+    assert build_request("hi", {"raw": True}).text == "hi"
+    chat = build_request([Message("system", "be"), Message("user", "hi")], {}).chat
+    assert [(m.role, m.content) for m in chat.messages] == [("system", "be"), ("user", "hi")]
+    assert build_request((1, 2, 3), {}).token_ids.ids == [1, 2, 3]
+    # An empty conversation reaches the gateway as one, to be refused there by name.
+    assert build_request([], {}).WhichOneof("prompt") == "chat"
+    for wrong in ([1, "two"], [True, False], [Message("user", "x"), 3]):
+        with pytest.raises(TypeError, match="prompt"):
+            build_request(wrong, {})  # type: ignore[arg-type]
+
+
+def test_sampling_is_sent_whole_or_field_by_field():
+    whole = build_request("hi", {"sampling": Sampling(temperature=0.5, seed=3)}).sampling
+    assert (whole.temperature, whole.top_p, whole.seed) == (0.5, 1.0, 3)
+    assert whole.HasField("top_k")
+    single = build_request("hi", {"temperature": 0.0, "seed": 0}).sampling
+    assert single.HasField("temperature")
+    assert single.HasField("seed")
+    assert not single.HasField("top_p")
+    with pytest.raises(TypeError, match="either sampling or"):
+        build_request("hi", {"sampling": Sampling(), "seed": 1})
+
+
+def test_speculation_modes():
+    assert build_request("hi", {"block_length": 8}).speculation == pb.Speculation(
+        mode=pb.SPECULATION_MODE_FIXED, block_length=8
+    )
+    off = build_request("hi", {"speculation": "off"}).speculation
+    assert off.mode == pb.SPECULATION_MODE_OFF
+    assert not off.HasField("block_length")
+    with pytest.raises(TypeError, match="speculation"):
+        build_request("hi", {"speculation": "sometimes"})  # type: ignore[typeddict-item]
+
+
+def test_an_unknown_keyword_is_an_error():
+    with Client() as client, pytest.raises(TypeError, match="max_token"):
+        client.generate("hi", max_token=3)  # type: ignore[call-arg]
+
+
+async def test_probe_tells_serving_loading_and_absent():
+    server = Server([])
+    await server.start("127.0.0.1:0")
+    endpoint = f"127.0.0.1:{server.port}"
+    try:
+        assert await probe(endpoint) is Health.NOT_SERVING
+        await server.serving()
+        assert await probe(endpoint) is Health.SERVING
+    finally:
+        await server.stop(0)
+    began = time.monotonic()
+    assert await probe(endpoint, timeout_s=1.0) is Health.UNREACHABLE
+    assert time.monotonic() - began < 5
+
+
+async def test_probe_of_something_that_speaks_no_grpc_is_unreachable():
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(close, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        assert await probe(f"127.0.0.1:{port}", timeout_s=1.0) is Health.UNREACHABLE
+
+
+def test_channels_are_closed_by_their_block(gateway):
+    endpoint, _ = gateway
+    with Client(endpoint) as client:
+        client.models()
+    with pytest.raises(ValueError, match="closed channel"):
+        client.models()
