@@ -1,0 +1,83 @@
+"""Drafter checkpoints in the z-lab format: config.json and model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel, Qwen3Config
+
+from draft_service.network import DFlashNetwork
+
+
+def drafter_config(
+    target: PreTrainedModel,
+    *,
+    layers: int,
+    block_size: int,
+    mask_token_id: int,
+    target_layer_ids: list[int],
+) -> Qwen3Config:
+    """A drafter of the target's width and rotary base, ``layers`` deep."""
+    config = target.config
+    return Qwen3Config(
+        architectures=["DFlashDraftModel"],
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
+        hidden_act="silu",
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters=dict(config.rope_parameters),
+        attention_bias=False,
+        tie_word_embeddings=True,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+        dtype="bfloat16",
+        num_target_layers=config.num_hidden_layers,
+        block_size=block_size,
+        dflash_config={"mask_token_id": mask_token_id, "target_layer_ids": target_layer_ids},
+    )
+
+
+@torch.no_grad()
+def warm_start(
+    network: DFlashNetwork, target: PreTrainedModel, sources: list[int], feature: int
+) -> None:
+    """Copies target layers ``sources`` into the drafter; ``fc`` passes tapped layer ``feature``.
+
+    The context is not normalized by ``input_layernorm``, so ``hidden_norm`` takes its place: it
+    starts as the mean of the copied layers'. Head norms stay 1, for the target has none.
+    """
+    decoder = target.get_decoder()
+    names = network.state_dict().keys()
+    for layer, source in zip(network.layers, sources, strict=True):
+        weights = decoder.layers[source].state_dict()
+        missing, unexpected = layer.load_state_dict(weights, strict=False)
+        if unexpected or any("_norm" not in name for name in missing):
+            raise ValueError(f"target layer {source} has other parts than {sorted(names)}")
+    hidden = network.hidden_norm.weight.shape[0]
+    torch.nn.init.normal_(network.fc.weight, std=0.002)
+    network.fc.weight[:, feature * hidden : (feature + 1) * hidden] += torch.eye(hidden)
+    norms = torch.stack([layer.input_layernorm.weight for layer in network.layers])
+    network.hidden_norm.weight.copy_(norms.mean(0))
+    network.norm.load_state_dict(decoder.norm.state_dict())
+
+
+def save_drafter(folder: Path, network: DFlashNetwork, config: Qwen3Config) -> None:
+    """Writes bfloat16 weights and the config; each file appears whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: t.to(torch.bfloat16).contiguous() for name, t in network.state_dict().items()}
+    save_file(weights, folder / "model.safetensors.tmp", metadata={"format": "pt"})
+    (folder / "config.json.tmp").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+    for name in ("model.safetensors", "config.json"):
+        os.replace(folder / f"{name}.tmp", folder / name)
