@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,9 @@ class Reference:
         The rows before it are in the cache, as in a round: 1 is the shape of a plain step.
         """
         before, block = list(token_ids[:-block_length]), list(token_ids[-block_length:])
-        with torch.inference_mode():
+        with torch.inference_mode(), warnings.catch_warnings():
+            # Newer releases call the argument `cache`, those that we still take do not know it.
+            warnings.simplefilter("ignore", FutureWarning)
             cache = None
             if before:
                 cache = self._model(torch.tensor([before]), use_cache=True).past_key_values
