@@ -105,6 +105,8 @@ class RecordMemory:
             raise TransportError(
                 "OUT_OF_RANGE", f"a record at {offset}..{end} in a ring of {self.capacity} bytes"
             )
+        if header.generation == 0:
+            raise TransportError("STALE_GENERATION", "generation 0 is a record being written")
         expected = header.words()
         self._require(offset, expected)
         layout = header.layout

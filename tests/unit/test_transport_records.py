@@ -130,6 +130,15 @@ def test_a_foreign_generation_is_stale(generation: int) -> None:
     assert refused.value.reason == "STALE_GENERATION"
 
 
+def test_a_record_being_written_cannot_be_asked_for() -> None:
+    pair = Pair()
+    payload = pair.put(1, features_of())
+    pair.buffer[payload.ring.offset :][:8] = 0  # as the writer leaves it while it copies
+    with pytest.raises(TransportError) as refused:
+        pair.take(_change(payload, generation=0))
+    assert refused.value.reason == "STALE_GENERATION"
+
+
 @pytest.mark.parametrize("nbytes", [0, 3 * WIDTH * 4 - 1, 3 * WIDTH * 4 + 1, 2**64 - 1])
 def test_nbytes_must_be_the_shape_times_the_item_size(nbytes: int) -> None:
     pair = Pair()
