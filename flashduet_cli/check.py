@@ -138,7 +138,6 @@ class _ProgressBar:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=err,
-            disable=not err.is_terminal,
         )
         self._task: TaskID = self._progress.add_task("starting", total=self._total)
 
@@ -152,7 +151,8 @@ class _ProgressBar:
             )
 
     def __enter__(self) -> _ProgressBar:
-        self._progress.start()
+        if err.is_terminal:
+            self._progress.start()
         return self
 
     def __exit__(self, *error: object) -> None:

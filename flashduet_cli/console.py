@@ -22,6 +22,10 @@ err = Console(stderr=True, highlight=False)
 COLOURS = {"target": "cyan", "draft": "magenta", "gateway": "green"}
 INTERRUPTED = 130
 
+# The life of a request, and of a message within a service.
+PHASES = ("admit", "prefill", "propose", "verify", "accept")
+PARTS = ("queue", "context_wait", "forward", "sample", "publish")
+
 T = TypeVar("T")
 
 
@@ -85,11 +89,14 @@ def phase_table(phases: Mapping[str, float], seconds: float) -> Table:
 
 
 def _ordered(phases: Mapping[str, float]) -> list[str]:
-    """Each phase followed by its parts, both in the order in which they happen."""
-    tops = [name for name in phases if "." not in name]
-    orphans = [name for name in phases if "." in name and name.partition(".")[0] not in tops]
-    ordered: list[str] = []
-    for top in tops:
-        ordered.append(top)
-        ordered += [name for name in phases if name.startswith(f"{top}.")]
-    return ordered + orphans
+    """In the order in which they happen, each followed by its parts; unknown ones last."""
+
+    def rank(name: str) -> tuple[int, int]:
+        top, _, part = name.partition(".")
+        return _rank(PHASES, top), _rank(PARTS, part) if part else -1
+
+    return sorted(phases, key=rank)
+
+
+def _rank(order: tuple[str, ...], name: str) -> int:
+    return order.index(name) if name in order else len(order)

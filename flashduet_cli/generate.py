@@ -87,13 +87,7 @@ def generate(
     )
     own = {"--dtype": dtype, "--drafter": drafter, "--device": device}
     given = [name for name, value in own.items() if value is not None]
-    generation = run(
-        _generate(question, asked, config, endpoint, start, given, not as_json, verbose)
-    )
-    if as_json:
-        print_json(summary(generation))
-    else:
-        _print_summary(generation)
+    run(_generate(question, asked, config, endpoint, start, given, as_json, verbose))
 
 
 async def _generate(
@@ -103,9 +97,9 @@ async def _generate(
     endpoint: str,
     start: bool,
     given: list[str],
-    stream_text: bool,
+    as_json: bool,
     verbose: bool,
-) -> Generation:
+) -> None:
     async with AsyncExitStack() as exits:
         if not start and await serving(endpoint):
             if given:
@@ -124,10 +118,15 @@ async def _generate(
         client = await exits.enter_async_context(AsyncClient(endpoint))
         stream = await exits.enter_async_context(client.generate(question, **asked))
         async for chunk in stream:
-            if stream_text and chunk.text:
+            if chunk.text and not as_json:
                 sys.stdout.write(chunk.text)
                 sys.stdout.flush()
-        return await stream.result()
+        generation = await stream.result()
+        # Said before the stack stops, which takes a moment.
+        if as_json:
+            print_json(summary(generation))
+        else:
+            _print_summary(generation)
 
 
 def _read_prompt(prompt: str | None) -> str:

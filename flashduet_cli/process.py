@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -28,6 +29,7 @@ class ServiceProcess:
         self.name = name
         # The last lines, for saying why a service did not come up.
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.started_at = 0.0
         self._module, self._env, self._log = module, dict(env), log
         self._process: asyncio.subprocess.Process | None = None
         self._pump: asyncio.Task[None] | None = None
@@ -43,6 +45,7 @@ class ServiceProcess:
         return self._process.returncode if self._process else None
 
     async def start(self) -> None:
+        self.started_at = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -107,6 +110,7 @@ class ServiceProcess:
                 raw = error.partial
                 if not raw:
                     return
-            line = raw.decode("utf-8", "replace").rstrip("\r\n")
+            # Of a bar that redraws itself by carriage returns only the last state is of interest.
+            line = raw.decode("utf-8", "replace").rstrip("\r\n").rpartition("\r")[2]
             self.tail.append(line)
             self._log(self.name, line)

@@ -173,7 +173,8 @@ class Stack:
             health = await probe(endpoint, timeout_s=2.0)
             if health is Health.SERVING:
                 self._served.add(name)
-                self._event(name, f"serving on {endpoint} ({time.monotonic() - started:.1f} s)")
+                took_s = time.monotonic() - process.started_at
+                self._event(name, f"serving on {endpoint} after {took_s:.1f} s")
                 return
             await asyncio.sleep(POLL_S)
         raise Unavailable(

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
 
 Logits = npt.NDArray[np.float64]
 
@@ -24,6 +25,7 @@ class Reference:
     """
 
     def __init__(self, folder: Path, dtype: str) -> None:
+        disable_progress_bar()  # the command draws its own
         self._folder = folder
         self._model = _load(folder, getattr(torch, dtype))
         self._double: Any = None

@@ -202,6 +202,6 @@ class Check:
         return self._reference
 
     def _random_drafter(self, folder: Path) -> str:
-        given = self._settings.config.drafter or os.environ.get("FLASHDUET_DRAFT_MODEL")
-        source = resolve_model(given) if given else default_drafter()
+        given = self._settings.config.drafter or os.environ.get("FLASHDUET_DRAFT_MODEL", "default")
+        source = default_drafter() if given == "default" else resolve_model(given)
         return str(write_random_drafter(source, folder / "random-drafter"))

@@ -183,8 +183,8 @@ def test_version_and_help():
         assert command in shown
 
 
-def test_phases_stand_under_what_they_are_part_of():
-    phases = {"prefill": 1.0, "verify.queue": 0.1, "verify": 3.0, "verify.forward": 2.0}
+def test_phases_stand_in_the_order_in_which_they_happen_above_their_parts():
+    phases = {"accept": 0.1, "verify.sample": 1.0, "new": 0.2, "verify.queue": 0.1, "verify": 3.0}
     table = phase_table(phases, 4.0)
-    assert list(table.columns[0].cells) == ["prefill", "verify", "  queue", "  forward"]
-    assert list(table.columns[2].cells)[1] == "75.0 %"
+    assert list(table.columns[0].cells) == ["verify", "  queue", "  sample", "accept", "new"]
+    assert next(iter(table.columns[2].cells)) == "75.0 %"

@@ -1,0 +1,58 @@
+# `make demo` and `make test` are all that a newcomer needs; both set up .venv first.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+DEMO_PROMPT := A train leaves at 9:40 and arrives at 12:05. How long is the ride? Explain step by step.
+DEMO_TOKENS := 128
+
+.PHONY: help setup demo up test lint format proto clean
+
+help:
+	@echo "make setup   create $(VENV) with the versions of requirements.lock"
+	@echo "make demo    start everything, stream one answer, show where the time went, stop"
+	@echo "make up      start everything and keep it running until Ctrl-C"
+	@echo "make test    run all tests"
+	@echo "make lint    ruff, mypy, buf, and whether the gRPC stubs are fresh"
+	@echo "make format  ruff's formatter and its safe fixes"
+	@echo "make proto   make the gRPC stubs from proto/"
+	@echo "make clean   remove $(VENV) and caches (models in the user's cache stay)"
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is %s; set PYTHON=" % sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[dev]'
+	# The official DFlash code is the oracle of a test; its own dependencies are not wanted.
+	$(BIN)/python -m pip install --quiet --no-deps --constraint requirements.lock dflash
+	@touch $@
+
+demo: setup
+	$(BIN)/flashduet generate --start --max-tokens $(DEMO_TOKENS) "$(DEMO_PROMPT)"
+
+up: setup
+	$(BIN)/flashduet up
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python scripts/generate_stubs.py --check
+	cd proto && $(abspath $(BIN))/buf lint
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: setup
+	$(BIN)/python scripts/generate_stubs.py
+	cd proto && $(abspath $(BIN))/buf lint
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
