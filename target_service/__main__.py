@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from flashduet import telemetry
-from flashduet.errors import ConfigurationError
+from flashduet.errors import FlashduetError
 from flashduet.rpc import Server
 from flashduet.settings import setup_logging
 from flashduet.v1 import target_pb2_grpc
@@ -39,7 +39,7 @@ def main() -> int:
         telemetry.setup("target")
         log.info("settings:\n%s", settings.describe())
         asyncio.run(serve(settings))
-    except ConfigurationError as error:
+    except FlashduetError as error:
         print(f"target service: {error}", file=sys.stderr)
         return 2
     finally:

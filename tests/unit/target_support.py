@@ -1,0 +1,93 @@
+"""What the target service's tests share: loaded tiny targets and sessions on them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashduet.sampling.params import Sampling
+from target_service.engine import Engine
+from target_service.load import LoadedTarget, load_target
+from target_service.session import PrefillChunk, Session, StepResult, VerifyBlock
+from target_service.settings import TargetSettings
+from tests.support.tiny import VOCAB_SIZE, tiny_target
+
+FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "mixtral", "gpt2"]
+
+
+@dataclass(frozen=True)
+class TinyTarget:
+    folder: Path
+    target: LoadedTarget
+    engine: Engine
+
+    def session(self, tokens: list[int], *, room: int = 256, **fields: Any) -> Session:
+        defaults = {
+            "session_id": os.urandom(16),
+            "epoch": 0,
+            "choice": 0,
+            "sampling": Sampling(),
+            "cache": self.engine.new_cache(room),
+            "token_limit": room,
+            "prompt_length": len(tokens),
+            "token_ids": list(tokens),
+        }
+        return Session(**(defaults | fields))
+
+    @torch.inference_mode()
+    def reference(self, tokens: list[int]) -> Any:
+        """The stock model's own output for the whole sequence at once, without any cache."""
+        ids = torch.tensor([tokens])
+        return self.target.model(ids, use_cache=False, output_hidden_states=True)
+
+    @torch.inference_mode()
+    def generate(self, tokens: list[int], count: int) -> list[int]:
+        """Transformers' own greedy continuation."""
+        output = self.target.model.generate(  # type: ignore[operator]
+            torch.tensor([tokens]),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return output[0, len(tokens) :].tolist()  # type: ignore[no-any-return]
+
+
+def load_tiny(folder: Path, family: str = "llama", **overrides: Any) -> TinyTarget:
+    tiny_target(folder, family, **overrides)
+    target = load_target(TargetSettings(model=str(folder), device="cpu", dtype="float32"))
+    return TinyTarget(folder, target, Engine(target))
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+def run_one(engine: Engine, item: PrefillChunk | VerifyBlock) -> StepResult:
+    """A step of one item that must succeed."""
+    (result,) = engine.step([item])
+    assert isinstance(result, StepResult), result
+    return result
+
+
+def prefill(
+    engine: Engine, session: Session, chunk: int = 1000, layers: tuple[int, ...] = ()
+) -> list[StepResult]:
+    """All chunks of the session's tokens; the last result holds the first token."""
+    tokens, results = list(session.token_ids), []
+    for base in range(0, len(tokens), chunk):
+        ids = tokens[base : base + chunk]
+        last = base + len(ids) == len(tokens)
+        results.append(run_one(engine, PrefillChunk(session, ids, base, last, layers)))
+    return results
+
+
+def hidden_rows(output: Any, layer_ids: tuple[int, ...], start: int, end: int) -> Tensor:
+    """What DFlash calls the features of these layers, by Transformers' own counting."""
+    return torch.cat([output.hidden_states[i + 1][0, start:end] for i in layer_ids], dim=-1)

@@ -1,0 +1,219 @@
+"""The engine computes what the stock model computes, whatever the chunks and rejections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from flashduet.sampling.params import Sampling
+from target_service.session import PrefillChunk, StepFailure, StepResult, VerifyBlock
+from tests.unit.target_support import (
+    FAMILIES,
+    TinyTarget,
+    hidden_rows,
+    load_tiny,
+    prefill,
+    prompt,
+    run_one,
+)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyTarget:
+    return load_tiny(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyTarget:
+    return load_tiny(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_logits_equal_one_plain_pass_across_chunks_and_rollbacks(tiny: TinyTarget) -> None:
+    # 300 tokens pass the windows of 24, the buffers' first size and two growths of them.
+    tokens = prompt(300)
+    expected = tiny.reference(tokens).logits[0]
+    session = tiny.session(tokens, room=310)
+    base = 0
+    with torch.inference_mode():
+        for rows in (60, 1, 8, 1, 64, 5, 100, 1, 1, 16, 43):
+            if 0 < base < 290:
+                tiny.engine.forward(session, base, prompt(4, seed=base), logit_rows=4)
+                session.cache.rollback(base)
+            chunk = tokens[base : base + rows]
+            logits, _ = tiny.engine.forward(session, base, chunk, logit_rows=rows)
+            torch.testing.assert_close(logits, expected[base : base + rows], atol=1e-4, rtol=0)
+            base += rows
+    assert base == len(tokens)
+
+
+def test_greedy_output_is_that_of_generate_whatever_is_drafted(tiny: TinyTarget) -> None:
+    tokens = prompt(40, seed=1)
+    expected = tiny.generate(tokens, 48)
+    answer = tokens + expected
+    session = tiny.session(tokens)
+    prefill(tiny.engine, session, chunk=16)
+    accepted = 0
+    for round_number in range(100):
+        anchor = session.anchor_position
+        if session.committed_length >= len(answer):
+            break
+        right = answer[anchor + 1 : anchor + 1 + round_number % 7]
+        wrong = [(right[-1] + 1) % 320] if right and round_number % 2 else []
+        drafts = right[:-1] + wrong if wrong else right
+        accepted += run_one(tiny.engine, VerifyBlock(session, anchor, drafts)).accepted
+    assert session.token_ids[: len(answer)] == answer
+    assert len(set(expected)) > 3, "an answer of one repeated token would hide mistakes"
+    assert accepted > 10
+
+
+def test_features_are_the_hidden_states_of_the_plain_pass(tiny: TinyTarget) -> None:
+    """Layer L-1 among them: its state is the one after the final norm. Order is kept."""
+    depth = tiny.target.config.num_hidden_layers
+    layers = (depth - 1, 0, depth // 2)
+    tokens = prompt(50, seed=2)
+    session = tiny.session(tokens)
+    results = prefill(tiny.engine, session, chunk=20, layers=layers)
+    first = results[-1].committed[0]
+    truth = tiny.generate(tokens, 6)
+    assert first == truth[0]
+    drafts = [truth[1], truth[2], (truth[3] + 1) % 320, truth[4]]
+    results.append(run_one(tiny.engine, VerifyBlock(session, 50, drafts, layers)))
+    assert results[-1].accepted == 2
+    expected = tiny.reference(tokens + truth[:3])
+    start = 0
+    for result in results:
+        assert result.context is not None
+        assert result.context.base == start
+        end = start + len(result.context.token_ids)
+        assert list(result.context.token_ids) == (tokens + truth)[start:end]
+        wanted = hidden_rows(expected, layers, start, end)
+        torch.testing.assert_close(result.context.features, wanted, atol=1e-3, rtol=1e-4)
+        start = end
+    # Everything before the new anchor, and nothing else, has been given out.
+    assert start == session.anchor_position == 53
+
+
+def test_a_state_before_the_final_norm_would_be_noticed(tiny: TinyTarget) -> None:
+    depth = tiny.target.config.num_hidden_layers
+    tokens = prompt(8)
+    caught = []
+    layers = next(
+        module
+        for module in tiny.target.decoder.modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == depth
+    )
+    handle = layers[-1].register_forward_hook(
+        lambda _, __, out: caught.append(out if isinstance(out, torch.Tensor) else out[0])
+    )
+    result = prefill(tiny.engine, tiny.session(tokens), layers=(depth - 1,))[-1]
+    handle.remove()
+    assert result.context is not None
+    assert not torch.allclose(result.context.features, caught[0][0], atol=1e-2)
+
+
+def test_hooks_exist_only_where_a_session_asked(llama: TinyTarget) -> None:
+    engine = load_engine_again(llama)
+    assert engine.features.hooked_layer_ids == frozenset()
+    prefill(engine, llama.session(prompt(5)))
+    assert engine.features.hooked_layer_ids == frozenset()
+    prefill(engine, llama.session(prompt(5)), layers=(2, 0))
+    assert engine.features.hooked_layer_ids == {0, 2}
+    plain = prefill(engine, llama.session(prompt(5)))[-1]
+    assert plain.context is None
+    engine.features.close()
+
+
+def test_sampled_tokens_do_not_depend_on_blocks_or_chunks(llama: TinyTarget) -> None:
+    sampling = Sampling(temperature=0.9, top_p=0.95, seed=7)
+    tokens = prompt(30, seed=3)
+    answers = []
+    for chunk, block in ((100, 0), (7, 3), (30, 8)):
+        session = llama.session(tokens, sampling=sampling, choice=2)
+        prefill(llama.engine, session, chunk=chunk)
+        while session.committed_length < 70:
+            drafts = (answers[0] if answers else [])[session.committed_length :][:block]
+            drafts = [*drafts[:-1], 5] if len(drafts) > 2 else drafts
+            run_one(llama.engine, VerifyBlock(session, session.anchor_position, drafts))
+        answers.append(session.token_ids[:70])
+    assert answers[0] == answers[1] == answers[2]
+    other = llama.session(tokens, sampling=sampling, choice=3)
+    prefill(llama.engine, other)
+    while other.committed_length < 70:
+        run_one(llama.engine, VerifyBlock(other, other.anchor_position, []))
+    assert other.token_ids[:70] != answers[0]
+
+
+def test_sessions_in_one_step_do_not_touch_each_other(llama: TinyTarget) -> None:
+    prompts = [prompt(20, seed=4), prompt(33, seed=5)]
+    sessions = [llama.session(tokens) for tokens in prompts]
+    chunks = [PrefillChunk(s, s.token_ids[:], 0, last=True) for s in sessions]
+    assert all(isinstance(result, StepResult) for result in llama.engine.step(chunks))
+    for _ in range(10):
+        llama.engine.step([VerifyBlock(s, s.anchor_position, [9, 9]) for s in sessions])
+    for tokens, session in zip(prompts, sessions, strict=True):
+        got = session.token_ids[len(tokens) :]
+        assert got == llama.generate(tokens, len(got))
+
+
+def test_a_failing_item_leaves_its_session_and_the_others_alone(llama: TinyTarget) -> None:
+    broken, sound = llama.session(prompt(12)), llama.session(prompt(12))
+    prefill(llama.engine, broken)
+    prefill(llama.engine, sound)
+    before, length = list(broken.token_ids), broken.cache.length
+    outside = [10_000_000]
+    results = llama.engine.step(
+        [
+            VerifyBlock(broken, broken.anchor_position, outside),
+            VerifyBlock(sound, sound.anchor_position, []),
+        ]
+    )
+    assert isinstance(results[0], StepFailure)
+    assert isinstance(results[1], StepResult)
+    assert (broken.token_ids, broken.cache.length) == (before, length)
+    again = run_one(llama.engine, VerifyBlock(broken, broken.anchor_position, []))
+    assert again.committed == results[1].committed
+
+
+def test_a_pass_that_breaks_off_midway_is_mended(llama: TinyTarget) -> None:
+    """Some layers have taken the block's keys and values already when a later one fails."""
+    session = llama.session(prompt(12))
+    prefill(llama.engine, session)
+    expected = llama.generate(session.token_ids[:12], 2)
+    modules = list(llama.target.decoder.layers)  # type: ignore[arg-type]
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    handle = modules[2].register_forward_pre_hook(fail)
+    (result,) = llama.engine.step([VerifyBlock(session, 12, [1, 2, 3])])
+    handle.remove()
+    assert isinstance(result, StepFailure)
+    assert session.cache.length == 12
+    run_one(llama.engine, VerifyBlock(session, 12, [5, 6]))
+    assert session.token_ids[12:14] == expected
+
+
+def test_every_draft_right_gives_the_bonus_too(llama: TinyTarget) -> None:
+    tokens = prompt(15, seed=6)
+    truth = llama.generate(tokens, 9)
+    session = llama.session(tokens)
+    prefill(llama.engine, session)
+    result = run_one(llama.engine, VerifyBlock(session, 15, truth[1:8]))
+    assert (result.accepted, list(result.committed)) == (7, truth[1:9])
+    assert session.cache.length == session.committed_length - 1
+
+
+def load_engine_again(tiny: TinyTarget):  # type: ignore[no-untyped-def]
+    from target_service.engine import Engine
+
+    return Engine(tiny.target)
