@@ -14,7 +14,7 @@ import torch
 
 from flashduet.sampling.confidence import probabilities
 from flashduet.sampling.logit_table import BadLogits, LogitTable
-from flashduet.sampling.noise import GROUP, Ids
+from flashduet.sampling.noise import Ids
 from flashduet.sampling.params import Sampling
 from flashduet.sampling.race import Race
 
@@ -113,7 +113,7 @@ def _choose(table: LogitTable, rows: Sequence[RowKey]) -> Ids:
     tokens = np.empty(len(rows), dtype=np.int64)
     greedy = np.array([i for i, key in enumerate(rows) if key.sampling.greedy], dtype=np.int64)
     if len(greedy):
-        tokens[greedy] = _first_maxima(table, greedy)
+        tokens[greedy] = table.first_maxima(greedy)
     sampled = [i for i, key in enumerate(rows) if not key.sampling.greedy]
     if sampled:
         keys = [rows[i] for i in sampled]
@@ -125,9 +125,3 @@ def _choose(table: LogitTable, rows: Sequence[RowKey]) -> Ids:
             [key.choice for key in keys],
         ).winners()
     return tokens
-
-
-def _first_maxima(table: LogitTable, rows: Ids) -> Ids:
-    """Lowest id of the largest logit: NumPy promises the first of equal maxima, so twice first."""
-    groups = table.group_maxima[rows].argmax(axis=1)
-    return groups * GROUP + table.group_values(rows, groups).argmax(axis=1)

@@ -78,6 +78,15 @@ class LogitTable:
         flat = torch.from_numpy(rows[:, None] * (self._groups_in_row * GROUP) + token_ids)
         return self._groups.take(flat.to(self._groups.device)).cpu().numpy()
 
+    def first_maxima(self, rows: Ids) -> Ids:
+        """Lowest id of the largest logit of each row.
+
+        NumPy promises the first of equal maxima, so the first group's first is it. torch.argmax
+        promises it too, but reads the whole row once more, at five times the cost of all this.
+        """
+        groups = self.group_maxima[rows].argmax(axis=1)
+        return groups * GROUP + self.group_values(rows, groups).argmax(axis=1)
+
     def row(self, row: int) -> Values:
         """All V logits of a row."""
         wide = self._groups.view(self.rows, -1)

@@ -18,12 +18,14 @@ import numpy.typing as npt
 
 from flashduet.sampling.elementary import FloatArray, exp
 from flashduet.sampling.logit_table import LogitTable, Values
-from flashduet.sampling.noise import Ids
+from flashduet.sampling.noise import GROUP, Ids
 from flashduet.sampling.params import Sampling
 
 MASS_UNITS = 2.0**40
 # exp(-64) is less than half a unit, so nothing is lost where exp's argument is held up here.
 _LEAST_DISTANCE = -64.0
+# In a row of any size, so many groups are always worth picking out.
+_FEW_GROUPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,63 +68,82 @@ def top_k_cut(table: LogitTable, row: int, sampling: Sampling) -> Cut:
     return Cut(float(values[best[-1]]), int(ids[best[-1]]) + 1)
 
 
-def in_nucleus(
-    table: LogitTable,
-    rows: Ids,
-    tokens: Ids,
-    values: Values,
-    temperatures: FloatArray,
-    top_p: FloatArray,
-) -> npt.NDArray[np.bool_]:
-    """Whether top-p keeps token tokens[i], whose logit is values[i], in row rows[i].
+class Nucleus:
+    """Tells whether top-p keeps a token, for some rows of a table.
 
     Floating-point sums with a bound on their error decide nearly always, from the groups that can
-    hold a token before this one or else from the whole row; the exact sums decide the rest. The
-    answer is always that of the exact sums.
+    hold a token before the one in question, or else from the whole row; exact sums decide the rest.
+    The answer is always that of the exact sums.
     """
-    maxima = table.maxima[rows]
-    where, groups = np.nonzero(table.group_maxima[rows] >= values[:, None])
-    found = table.group_values(rows[where], groups)
-    mass = np.exp(
-        distances(found, maxima[where, None].astype(np.float64), temperatures[where, None])
-    )
-    value, token = values[where, None], tokens[where, None]
-    ids = groups[:, None] * found.shape[1] + np.arange(found.shape[1])
-    first = (found > value) | ((found == value) & (ids < token))
-    before = np.bincount(where, np.where(first, mass, 0.0).sum(axis=1), minlength=len(rows))
-    # Mass not looked at can only make the total larger.
-    total = np.bincount(where, mass.sum(axis=1), minlength=len(rows))
-    kept = before + _margin(table, total) < top_p * total
-    for i in np.flatnonzero(~kept):
-        row = int(rows[i])
-        distance = distances(table.row(row), maxima[i].astype(np.float64), temperatures[i])
-        whole = np.exp(distance).sum()
-        gap = top_p[i] * whole - before[i]
-        if abs(gap) > _margin(table, whole):
-            kept[i] = gap > 0
-        else:
-            kept[i] = _in_nucleus_exactly(
-                table.row(row), distance, int(tokens[i]), values[i], float(top_p[i])
-            )
-    return kept
+
+    def __init__(
+        self, table: LogitTable, rows: Ids, temperatures: FloatArray, top_p: FloatArray
+    ) -> None:
+        self._table, self._rows = table, rows
+        self._maxima = table.maxima[rows].astype(np.float64)
+        self._temperatures, self._top_p = temperatures, top_p
+        self._masses: dict[int, tuple[FloatArray, float]] = {}
+
+    def holds(self, which: Ids, tokens: Ids, values: Values) -> npt.NDArray[np.bool_]:
+        """Is the token, with its logit, of each of the rows `which` (indices into `rows`) kept?"""
+        top_p = self._top_p[which]
+        relevant = self._table.group_maxima[self._rows[which]] >= values[:, None]
+        # Where they are many, adding up the whole row is cheaper and decides for sure.
+        few = max(_FEW_GROUPS, relevant.shape[1] // 4)
+        relevant &= relevant.sum(axis=1, keepdims=True) <= few
+        at, groups = np.nonzero(relevant)
+        found = self._table.group_values(self._rows[which[at]], groups)
+        row = which[at, None]
+        mass = np.exp(distances(found, self._maxima[row], self._temperatures[row]))
+        # Mass not looked at can only make the total larger.
+        total = _sums(at, mass.sum(axis=1), len(which))
+        pair, slot = np.nonzero(found == values[at, None])
+        ties = groups[pair] * GROUP + slot < tokens[at[pair]]
+        mass[found <= values[at, None]] = 0.0
+        before = _sums(at, mass.sum(axis=1), len(which))
+        own = np.exp(distances(values, self._maxima[which], self._temperatures[which]))
+        before += own * _sums(at[pair], ties, len(which))
+        kept = before + self._margin(total) < top_p * total
+        for i in np.flatnonzero(~kept):
+            kept[i] = self._holds(int(which[i]), int(tokens[i]), values[i])
+        return np.asarray(kept)
+
+    def _holds(self, i: int, token: int, value: np.float32) -> bool:
+        values, top_p = self._table.row(int(self._rows[i])), float(self._top_p[i])
+        if i not in self._masses:
+            mass = np.exp(self._distances(i, values))
+            self._masses[i] = mass, float(mass.sum())
+        mass, total = self._masses[i]
+        ties = np.flatnonzero(values == value)
+        before = mass @ (values > value) + mass[token] * np.count_nonzero(ties < token)
+        gap = top_p * total - before
+        if abs(gap) > self._margin(total):
+            return bool(gap > 0)
+        return self._holds_exactly(i, token, value)
+
+    def _holds_exactly(self, i: int, token: int, value: np.float32) -> bool:
+        values = self._table.row(int(self._rows[i]))
+        mass = masses(self._distances(i, values))
+        first = values > value
+        first[:token] |= values[:token] == value
+        return int(mass[first].sum()) < _limit(float(self._top_p[i]), int(mass.sum()))
+
+    def _distances(self, i: int, values: Values) -> FloatArray:
+        return distances(values, float(self._maxima[i]), float(self._temperatures[i]))
+
+    def _margin(self, total: FloatArray | float) -> FloatArray | float:
+        """More than exact sums can differ from floating-point ones, in masses of the best token.
+
+        Rounding to units moves a sum by at most half a unit a token. The rest covers np.exp and
+        float64 sums thousands of times over.
+        """
+        return self._table.vocabulary * (2.0 / MASS_UNITS) + 1e-9 * total
 
 
-def _margin(table: LogitTable, total: npt.NDArray[np.generic] | float) -> FloatArray:
-    """More than the exact sums can differ from floating-point ones, in masses of the best token.
-
-    Rounding to units moves a sum by at most half a unit a token. The rest covers np.exp and
-    float64 sums ten thousand times over.
-    """
-    return np.asarray(table.vocabulary * (2.0 / MASS_UNITS) + 1e-9 * np.asarray(total))
-
-
-def _in_nucleus_exactly(
-    values: Values, distance: FloatArray, token: int, value: np.float32, top_p: float
-) -> bool:
-    mass = masses(distance)
-    first = values > value
-    first[:token] |= values[:token] == value
-    return int(mass[first].sum()) < _limit(top_p, int(mass.sum()))
+def _sums(rows: Ids, values: npt.NDArray[np.generic], number: int) -> FloatArray:
+    """For each of `number` rows the sum of its values."""
+    # Without a value, bincount forgets the type of its weights.
+    return np.bincount(rows, values, minlength=number).astype(np.float64)
 
 
 def _limit(top_p: float, total: int) -> int:

@@ -3,7 +3,7 @@
 Looked at are only the tokens that can win. The leader of each group of tokens has the group's
 largest noise, known from one hash, so
 
-    the best score is at least that of any leader, and
+    the best score is at least that of any leader and of the most likely token, and
     no token can score above its logit plus its group's largest noise.
 
 A token whose second figure is below the best of the first loses whatever its own noise is; the
@@ -27,7 +27,7 @@ import numpy.typing as npt
 from flashduet.sampling.elementary import FloatArray, log
 from flashduet.sampling.logit_table import LogitTable, Values
 from flashduet.sampling.noise import GROUP, Ids, exponentials, group_noise, row_keys
-from flashduet.sampling.nucleus import Cut, distances, in_nucleus, top_k_cut
+from flashduet.sampling.nucleus import Nucleus, distances, top_k_cut
 from flashduet.sampling.params import Sampling
 
 # Far more than np.log and our log can differ by (about 1e-14), far less than matters for speed.
@@ -61,8 +61,10 @@ class Race:
         self.cut_ends = np.full(len(rows), table.vocabulary, dtype=np.int64)
         for i, sampling in enumerate(samplings):
             if 0 < sampling.top_k < table.vocabulary:
-                self._cut(i, top_k_cut(table, int(self._rows[i]), sampling))
+                cut = top_k_cut(table, int(self._rows[i]), sampling)
+                self.cut_values[i], self.cut_ends[i] = cut.value, cut.end
                 self._top_p[i] = 1.0  # done within top-k
+        self._nucleus = Nucleus(table, self._rows, self._temperatures, self._top_p)
         self._keys = row_keys([s.seed for s in samplings], choices, positions)
         groups = np.arange(table.group_maxima.shape[1])
         least, self._leaders = group_noise(self._keys[:, None], groups[None, :])
@@ -71,6 +73,9 @@ class Race:
         self._leader_distances = self._distances(self._leader_values)
         self._group_values = table.group_maxima[self._rows]
         self._group_distances = self._distances(self._group_values)
+        # The most likely token is always kept; its distance is 0, so its score is its noise.
+        favourites = table.first_maxima(self._rows)
+        self._favourite_scores = -log(exponentials(self._keys, favourites))
 
     def winners(self) -> Ids:
         """The token of each row."""
@@ -78,71 +83,68 @@ class Race:
         pending = np.arange(len(self._rows))
         while len(pending):
             tokens[pending], values = self._run(pending)
-            asked = np.flatnonzero(self._top_p[pending] < 1)
-            which = pending[asked]
-            kept = in_nucleus(
-                self._table,
-                self._rows[which],
-                tokens[which],
-                values[asked],
-                self._temperatures[which],
-                self._top_p[which],
-            )
-            for i, value in zip(which[~kept], values[asked][~kept], strict=True):
-                self._cut(i, Cut(float(value), int(tokens[i])))
-            pending = which[~kept]
+            asked = self._top_p[pending] < 1
+            if not asked.any():
+                break
+            pending, values = pending[asked], values[asked]
+            lost = ~self._nucleus.holds(pending, tokens[pending], values)
+            pending = pending[lost]
+            self.cut_values[pending], self.cut_ends[pending] = values[lost], tokens[pending]
         return tokens
 
     def _run(self, which: Ids) -> tuple[Ids, Values]:
         """Winners, and their logits, of the rows `which` among the tokens before their cuts."""
-        leading = self._allowed(
-            which,
-            self._leader_values[which],
-            self._leader_distances[which],
-            self._leaders[which],
+        each = which[:, None]
+        leaders_count = self._allowed(
+            each, self._leader_values[which], self._leader_distances[which], self._leaders[which]
         )
-        sure = np.where(
-            leading, self._leader_distances[which] + (self._noise[which] - _SLACK), -np.inf
+        least = self._leader_distances[which] + (self._noise[which] - _SLACK)
+        best = np.where(leaders_count, least, -np.inf).max(axis=1)
+        best = np.maximum(best, self._favourite_scores[which])
+
+        most_noise = self._noise[which] + _SLACK
+        at, groups = np.nonzero(
+            (self._group_distances[which] + most_noise >= best[:, None])
+            & (self._group_values[which] >= self.cut_values[each])
+            & (self._group_distances[which] >= self._least_distance[each])
         )
-        best = sure.max(axis=1)
-        highest = self._noise[which] + _SLACK
-        open_groups = (
-            (self._group_distances[which] + highest >= best[:, None])
-            & (self._group_values[which] >= self.cut_values[which, None])
-            & (self._group_distances[which] >= self._least_distance[which, None])
+        row, most_noise, best = which[at], most_noise[at, groups], best[at]
+        values = self._table.group_values(self._rows[row], groups)
+        pair, slot = np.nonzero(values >= self._least_values(row, best - most_noise)[:, None])
+
+        row, values, ids = row[pair], values[pair, slot], groups[pair] * GROUP + slot
+        distance = distances(values, self._maxima[row], self._temperatures[row])
+        able = (distance + most_noise[pair] >= best[pair]) & self._allowed(
+            row, values, distance, ids
         )
-        at, groups = np.nonzero(open_groups)
-        values = self._table.group_values(self._rows[which[at]], groups)
-        distance = distances(
-            values, self._maxima[which[at], None], self._temperatures[which[at], None]
-        )
-        ids = groups[:, None] * GROUP + np.arange(GROUP)
-        able = (
-            (distance + highest[at, groups, None] >= best[at, None])
-            & (distance > -np.inf)
-            & self._allowed(which[at], values, distance, ids)
-        )
-        pair, slot = np.nonzero(able)
-        row, token = at[pair], ids[pair, slot]
-        score = distance[pair, slot] - log(exponentials(self._keys[which[row]], token))
-        # Rows come in order and each has a token, its best one at least; ids ascend within a row,
-        # so the first of equal scores is the lowest id.
-        starts = np.flatnonzero(np.diff(row, prepend=-1))
-        highest_score = np.maximum.reduceat(score, starts)
-        hits = np.flatnonzero(score == highest_score[row])
-        won = hits[np.flatnonzero(np.diff(row[hits], prepend=-1))]
-        return token[won], values[pair[won], slot[won]]
+        at, row, values, ids = at[pair[able]], row[able], values[able], ids[able]
+        scores = distance[able] - log(exponentials(self._keys[row], ids))
+        # Rows come in order, each has its winner here, and ids ascend within a row: the first of
+        # equal scores is the lowest id.
+        highest = np.maximum.reduceat(scores, _first_of_each(at))
+        winning = np.flatnonzero(scores == highest[at])
+        winning = winning[_first_of_each(at[winning])]
+        return ids[winning], values[winning]
 
     def _allowed(
         self, which: Ids, values: Values, distance: FloatArray, ids: Ids
     ) -> npt.NDArray[np.bool_]:
-        """Which of the tokens [len(which), m] come before the cuts of the rows `which`."""
-        cut = self.cut_values[which, None]
-        inside = (values > cut) | ((values == cut) & (ids < self.cut_ends[which, None]))
-        return np.asarray(inside & (distance >= self._least_distance[which, None]))
+        """Whether the filters known so far keep tokens; `which` broadcasts against the others."""
+        cut = self.cut_values[which]
+        inside = (values > cut) | ((values == cut) & (ids < self.cut_ends[which]))
+        return np.asarray(inside & (distance >= self._least_distance[which]))
+
+    def _least_values(self, which: Ids, least_distances: FloatArray) -> Values:
+        """Logits that distances of at least these need, rounded down far enough to be safe."""
+        maxima = self._maxima[which]
+        below = self._temperatures[which] * least_distances
+        with np.errstate(over="ignore"):
+            return (maxima + below - 1e-6 * (np.abs(maxima) + np.abs(below))).astype(np.float32)
 
     def _distances(self, values: Values) -> FloatArray:
         return distances(values, self._maxima[:, None], self._temperatures[:, None])
 
-    def _cut(self, i: int, cut: Cut) -> None:
-        self.cut_values[i], self.cut_ends[i] = cut.value, cut.end
+
+def _first_of_each(rows: Ids) -> Ids:
+    """Indices where a sorted list of row numbers goes on to another row."""
+    return np.flatnonzero(np.diff(rows, prepend=-1))
