@@ -131,7 +131,8 @@ class IngestStream:
             end = self._coordinator.ingest(arrived)
         except ChunkRefused as refusal:
             self._coordinator.refused_chunks.add(refusal.reason)
-            log.warning(
+            # At `info`: a late chunk of a session that has just been closed is nothing unusual.
+            log.info(
                 "chunk of session %s at %d refused: %s", chunk.session_id.hex(), chunk.base, refusal
             )
             return draft_pb2.IngestResponse(nack=wire.nack(chunk, refusal))

@@ -45,6 +45,11 @@ class DraftService:
         """The port that is listened on, once started."""
         return self._server.port
 
+    @property
+    def loaded(self) -> LoadedService | None:
+        """What is served; None while still loading."""
+        return self._servicer.loaded
+
     async def start(self) -> None:
         """Listen (NOT_SERVING), load in a thread of its own, then serve.
 

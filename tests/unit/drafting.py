@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,15 @@ from flashduet.sampling.params import Sampling
 def engine_of(drafter: Path, target: Path, *, tied: bool = True) -> Engine:
     """A float32 engine on the CPU."""
     return Engine(load_drafter(drafter), load_target_tensors(target, tied=tied))
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Let the event loop run until `condition` holds; fails after `seconds`."""
+    for _ in range(int(seconds / 0.01)):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come about in time")
 
 
 def features_for(engine: Engine, rows: int, seed: int = 0) -> torch.Tensor:
