@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 
 from gateway.request import Speculation, SpeculationMode
 
-# How fast estimates follow: a session's own acceptance, that of the replica pair, and times.
-_SESSION_RATE = 0.1
-_PAIR_RATE = 0.02
-_TIME_RATE = 0.1
+# The last so many rounds count: for a session's own acceptance, that of the replica pair, and
+# for times.
+_SESSION_MEMORY = 10
+_PAIR_MEMORY = 50
+_TIME_MEMORY = 10
 # Before anything is known: acceptance of a slot, and how much a token adds to a pass relative to
 # its fixed cost (measured once on a CPU; only the first rounds rely on it).
 _PRIOR_ACCEPTANCE = 0.7
@@ -40,7 +41,9 @@ class CostCurve:
 
     def observe(self, tokens: int, seconds: float) -> None:
         known = self._seconds.get(tokens)
-        self._seconds[tokens] = seconds if known is None else known + _TIME_RATE * (seconds - known)
+        if known is not None:
+            seconds = known + (seconds - known) / _TIME_MEMORY
+        self._seconds[tokens] = seconds
 
     def known(self, tokens: int) -> bool:
         return tokens in self._seconds
@@ -54,18 +57,41 @@ class CostCurve:
         return self._seconds[nearest] * ratio
 
 
+class Acceptance:
+    """p_j of each slot: plain means at first, then means that forget."""
+
+    def __init__(self, slots: int, memory: int) -> None:
+        self.chances = [_PRIOR_ACCEPTANCE] * slots
+        self._counts = [1] * slots
+        self._memory = memory
+
+    def copy(self, memory: int) -> Acceptance:
+        """The same estimates, trusted as far as `memory` rounds can carry."""
+        copied = Acceptance(0, memory)
+        copied.chances = list(self.chances)
+        copied._counts = [min(count, memory) for count in self._counts]
+        return copied
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Slots after the first rejected one tell nothing: they were never compared."""
+        for slot in range(min(drafted, accepted + 1)):
+            count = self._counts[slot] = min(self._counts[slot] + 1, self._memory)
+            verdict = 1.0 if slot < accepted else 0.0
+            self.chances[slot] += (verdict - self.chances[slot]) / count
+
+
 class PairModel:
     """What all sessions on one target and one draft replica have learned together."""
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
-        self.acceptance = [_PRIOR_ACCEPTANCE] * (max_length - 1)
+        self.acceptance = Acceptance(max_length - 1, _PAIR_MEMORY)
         self.draft = CostCurve()
         self.verify = CostCurve()
         self.drafted_rounds = 0
         self.rounds_since_plain = 0
 
-    def best_length(self, acceptance: list[float], limit: int, current: int) -> int:
+    def best_length(self, chances: list[float], limit: int, current: int) -> int:
         """The length up to `limit` with the best expected tokens a second.
 
         `current` stays unless another one is clearly better.
@@ -75,7 +101,7 @@ class PairModel:
             current_rate = best_rate
         survives, expected = 1.0, 1.0
         for length in range(2, limit + 1):
-            survives *= acceptance[length - 2]
+            survives *= chances[length - 2]
             expected += survives
             cost = self.draft.seconds(length) + self.verify.seconds(length)
             rate = expected / max(cost, 1e-9)
@@ -99,7 +125,7 @@ class BlockController:
         self._pair = pair
         self._fixed = speculation.mode is SpeculationMode.FIXED
         self._full = min(speculation.block_length or default_length, pair.max_length)
-        self._acceptance = list(pair.acceptance)
+        self._acceptance = pair.acceptance.copy(_SESSION_MEMORY)
         self._length = self._full
         self._off_rounds_left = 0
         self._next_off_rounds = _FIRST_OFF_ROUNDS
@@ -113,12 +139,12 @@ class BlockController:
             # The last of them is the probe that the next decision rests on.
             return 1 if self._off_rounds_left else self._full
         pair = self._pair
-        if pair.rounds_since_plain >= _PLAIN_PROBE_ROUNDS:
+        if not pair.verify.known(1) or pair.rounds_since_plain >= _PLAIN_PROBE_ROUNDS:
             pair.rounds_since_plain = 0
             return 1
         if pair.drafted_rounds % _FULL_PROBE_ROUNDS == 0:
             return self._full
-        self._length = pair.best_length(self._acceptance, self._full, self._length)
+        self._length = pair.best_length(self._acceptance.chances, self._full, self._length)
         if self._length > 1:
             self._next_off_rounds = _FIRST_OFF_ROUNDS
         else:
@@ -140,8 +166,5 @@ class BlockController:
         pair.rounds_since_plain += 1
         pair.draft.observe(length, propose_s)
         pair.verify.observe(drafted + 1, verify_s)
-        # Slots after the first rejected one tell nothing: they were never compared.
-        for slot in range(min(drafted, accepted + 1)):
-            verdict = 1.0 if slot < accepted else 0.0
-            self._acceptance[slot] += _SESSION_RATE * (verdict - self._acceptance[slot])
-            pair.acceptance[slot] += _PAIR_RATE * (verdict - pair.acceptance[slot])
+        self._acceptance.observe(drafted, accepted)
+        pair.acceptance.observe(drafted, accepted)

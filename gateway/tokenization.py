@@ -140,8 +140,9 @@ class Tokenizer:
             )
 
         def may_change(last_id: int, text: str) -> bool:
-            # A run of <0xNN> tokens is decoded as a whole. Tokenizers of unknown make are only
-            # known to have broken off inside a character.
+            # The library decodes a run of <0xNN> tokens as a whole, all of it broken if one byte
+            # is, so only its end settles it. Tokenizers of unknown make are only known to have
+            # broken off inside a character.
             return last_id in self._byte_ids or (not exact_bytes and text.endswith(REPLACEMENT))
 
         return WindowDetokenizer(

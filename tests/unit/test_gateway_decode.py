@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from flashduet.v1 import draft_pb2, gateway_pb2
-from flashduet.v1.common_pb2 import SamplingParams
+from flashduet.v1 import gateway_pb2
 from gateway.tokenization import Tokenizer
 from tests.unit.gateway_support import (
     ToyStack,
