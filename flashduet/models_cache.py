@@ -96,9 +96,9 @@ def _dequantize(source: Path, folder: Path, progress: Progress) -> None:
         tokenizer.save_pretrained(staging)
         staging.chmod(0o755)
         staging.rename(folder)
-    except CheckpointError:
+    except (KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:
+    except BaseException as error:  # a panic in the tokenizer's Rust code is no Exception
         raise CheckpointError(
             f"{source.name}: not readable as a GGUF checkpoint of a causal language model: {error}"
         ) from error
