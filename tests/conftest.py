@@ -1,0 +1,49 @@
+"""Fixtures: tiny models once a session, and stacks of real processes over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.pair import Pair
+from tests.support.tiny import tiny_drafter, tiny_target
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `target` (random Llama) and two drafters for it, `drafter` and `other`."""
+    root = tmp_path_factory.mktemp("models")
+    target = tiny_target(root / "target", "llama")
+    tiny_drafter(root / "drafter", target)
+    tiny_drafter(root / "other", target, seed=99, layers=1)
+    return root
+
+
+@pytest.fixture(scope="session")
+def pair(tiny_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """One stack for all tests that leave it as they found it."""
+    running = Pair(
+        tiny_models / "target", tiny_models / "drafter", tmp_path_factory.mktemp("traces")
+    )
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def other_pair(tiny_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """The same target with another drafter."""
+    running = Pair(
+        tiny_models / "target", tiny_models / "other", tmp_path_factory.mktemp("other_traces")
+    )
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def own_pair(tiny_models: Path, tmp_path: Path) -> Iterator[Pair]:
+    """A stack that the test may break."""
+    running = Pair(tiny_models / "target", tiny_models / "drafter", tmp_path / "traces")
+    yield running
+    running.stop()

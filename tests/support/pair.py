@@ -1,0 +1,138 @@
+"""A whole stack of real processes over a tiny random pair, driven from synchronous tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from flashduet.client import Client
+from flashduet.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from flashduet_cli.stack import Stack, StackConfig
+
+START_TIMEOUT_S = 240
+
+
+def wait_until(condition: Callable[[], bool], within_s: float, what: str) -> None:
+    """Poll until `condition()`; an AssertionError that says what was waited for otherwise."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {within_s:g} s for {what}"
+        time.sleep(0.1)
+
+
+class Pair:
+    """Owns one stack and the event loop that follows its processes."""
+
+    def __init__(self, target: Path, drafter: Path, trace_dir: Path, **environment: str) -> None:
+        self.target_folder, self.drafter_folder, self.trace_dir = target, drafter, trace_dir
+        self.logs: list[str] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        config = StackConfig(
+            model=str(target),
+            drafter=str(drafter),
+            dtype="float32",
+            threads=1,
+            free_ports=True,
+            env={
+                "FLASHDUET_TRACE_DIR": str(trace_dir),
+                "FLASHDUET_TARGET_PREFILL_CHUNK_TOKENS": "32",
+                **environment,
+            },
+        )
+        self._stack = self._run(self._make(config))
+
+    async def _make(self, config: StackConfig) -> Stack:
+        stack = Stack(config, log=lambda name, line: self.logs.append(f"{name} | {line}"))
+        await stack.start()
+        return stack
+
+    @property
+    def gateway(self) -> str:
+        return self._stack.endpoint
+
+    @property
+    def http(self) -> str:
+        return self._stack.http_url
+
+    @property
+    def draft(self) -> str:
+        return self._stack.draft_endpoint
+
+    def pid(self, name: str) -> int:
+        return self._stack.pids[name]
+
+    def kill(self, name: str) -> None:
+        os.kill(self.pid(name), signal.SIGKILL)
+
+    def wait_drafting(self) -> None:
+        self._run(self._stack.wait_drafting(60))
+
+    def descriptors(self) -> dict[str, int]:
+        """Open file descriptors of each process that runs."""
+        return {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in self._stack.pids.items()}
+
+    def target_load(self) -> target_pb2.TargetServiceGetLoadResponse:
+        with grpc.insecure_channel(self._stack.target_endpoint) as channel:
+            stub = target_pb2_grpc.TargetServiceStub(channel)
+            return stub.GetLoad(target_pb2.TargetServiceGetLoadRequest(), timeout=5)
+
+    def draft_load(self) -> draft_pb2.DraftServiceGetLoadResponse:
+        with grpc.insecure_channel(self._stack.draft_endpoint) as channel:
+            stub = draft_pb2_grpc.DraftServiceStub(channel)
+            return stub.GetLoad(draft_pb2.DraftServiceGetLoadRequest(), timeout=5)
+
+    def left_over(self, without: frozenset[str] = frozenset()) -> dict[str, int]:
+        """What the running services still hold; empty when nothing is left."""
+        held: dict[str, int] = {}
+        if "target" not in without:
+            load = self.target_load()
+            held |= {
+                "target sessions": load.sessions,
+                "target kv tokens": load.kv_tokens,
+                "target queued items": load.queued_items,
+                "ring records": load.ring_records,
+            }
+        if "draft" not in without:
+            drafted = self.draft_load()
+            held |= {
+                "draft sessions": drafted.sessions,
+                "draft context rows": drafted.context_rows,
+                "draft queued proposals": drafted.queued_proposals,
+            }
+        if "gateway" not in without:
+            with Client(self.gateway) as client:
+                held["gateway requests"] = client.load().active_requests
+        return {name: count for name, count in held.items() if count}
+
+    def assert_nothing_left(
+        self, within_s: float = 10, without: frozenset[str] | set[str] = frozenset()
+    ) -> None:
+        """The services free everything within the bound."""
+        deadline = time.monotonic() + within_s
+        while held := self._try_left_over(frozenset(without)):
+            assert time.monotonic() < deadline, f"still held after {within_s:g} s: {held}"
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        self._run(self._stack.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def _try_left_over(self, without: frozenset[str]) -> dict[str, int]:
+        try:
+            return self.left_over(without)
+        except grpc.RpcError as error:
+            return {f"a service that does not answer ({error.code().name})": 1}
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_TIMEOUT_S)
