@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashduet.errors import ConfigurationError, TransportError
+from flashduet.transport import records
 from flashduet.transport.records import RecordHeader, RecordMemory
 from flashduet.transport.rings import RingReceiver, RingSender
 from flashduet.transport.tensors import DTYPES, TensorLayout
@@ -119,6 +122,9 @@ def test_the_last_byte_of_the_ring_is_in_range() -> None:
     sent = features_of(rows=10)
     payload = pair.put(1, sent)  # 64 + 960: exactly the ring
     assert torch.equal(pair.take(payload, rows=10), sent)
+    with pytest.raises(TransportError) as refused:
+        pair.take(_change(payload, offset=64), rows=10)
+    assert refused.value.reason == "OUT_OF_RANGE"
 
 
 @pytest.mark.parametrize("generation", [0, 1, 2**63, 2**64 - 1])
@@ -237,6 +243,27 @@ def test_old_records_lose_their_generation_before_a_new_payload_covers_them() ->
         assert not torch.equal(pair.buffer[offset : offset + 64], header)
         with pytest.raises(TransportError):
             pair.take(payload, rows=1)
+
+
+def test_a_record_has_no_generation_while_its_bytes_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = Pair(capacity=1024)
+    pair.put(1, features_of(rows=9))
+    pair.sender.release(1)
+    seen = []
+
+    def copy_rows(destination: torch.Tensor, source: torch.Tensor) -> None:
+        seen.append(int(pair.buffer[:8].view(torch.int64)))
+        destination.copy_(source)
+
+    monkeypatch.setattr(records, "copy_rows", copy_rows)
+    writer = RecordMemory(pair.buffer)
+    header = RecordHeader(7, SESSION, 0, 0, TensorLayout(9, WIDTH, torch.float32))
+    for _ in range(2):  # over a released record, and over one that was never given back
+        writer.write(0, header, features_of(rows=9), ())
+    assert seen == [0, 0]
+    assert int(pair.buffer[:8].view(torch.int64)) == 7
 
 
 def test_a_full_ring_writes_nothing_and_has_room_after_a_release() -> None:
@@ -408,6 +435,24 @@ def test_closed_ends_hand_back_their_memory_once_and_do_no_work() -> None:
     assert pair.receiver.closed
     with pytest.raises(TransportError):
         pair.take(payload)
+
+
+def test_a_stream_that_ends_just_as_a_chunk_is_put_leaves_nothing_outstanding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = Pair()
+    use = pair.sender._memory.use
+
+    @contextmanager
+    def use_and_lose() -> Iterator[RecordMemory | None]:
+        with use() as memory:
+            pair.sender.close()
+            yield memory
+
+    monkeypatch.setattr(pair.sender._memory, "use", use_and_lose)
+    assert pair.sender.put(1, SESSION, 0, 5, features_of()) is None
+    assert pair.sender.outstanding == 0
+    assert pair.returned == ["sender"]
 
 
 def test_closing_waits_with_the_memory_for_a_copy_under_way() -> None:
