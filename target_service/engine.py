@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashduet.errors import CheckpointError
 from flashduet.sampling.choose import choose_tokens
 from flashduet.sampling.params import Sampling
 from target_service.cache import KeyValueCache
@@ -30,7 +31,10 @@ from target_service.session import (
     WorkItem,
 )
 
-_WARM_UP_TOKENS = 16
+# A chunk, and then a block of the usual size.
+_WARM_UP_CHUNK, _WARM_UP_TOKENS = 16, 24
+# Of cached logits from plain ones, by the element type's rounding; a wrong mask is far above.
+_LARGEST_DIFFERENCE = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
 
 
 class Engine:
@@ -38,9 +42,10 @@ class Engine:
 
     def __init__(self, target: LoadedTarget) -> None:
         self.features = FeatureCapture(target.decoder, target.config.num_hidden_layers)
-        self._model = target.model
+        self.model = target.model
         self._config = target.config
         self._device = target.device
+        self._dtype = target.dtype
         accepted = inspect.signature(target.model.forward).parameters
         # Transformers before 5.24 calls the cache past_key_values.
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
@@ -59,22 +64,44 @@ class Engine:
         """
         return [self._guarded(item) for item in items]
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run a chunk and a block of a throwaway session, so that the first request finds kernels
-        chosen and memory mapped."""
+        """Run a throwaway session, so that the first request finds kernels chosen and memory
+        mapped, and compare its logits with those of one plain pass without any cache.
+
+        Raises:
+            CheckpointError: the model cannot be run in parts: it is not causal, or it does not
+                read its cache as Transformers' cache interface has it.
+        """
+        # Any ids will do, if neighbours differ.
+        tokens = [index * 7919 % self._config.vocab_size for index in range(_WARM_UP_TOKENS)]
         session = Session(
             session_id=bytes(16),
             epoch=0,
             choice=0,
             sampling=Sampling(temperature=1.0),
-            cache=self.new_cache(2 * _WARM_UP_TOKENS),
-            token_limit=2 * _WARM_UP_TOKENS,
+            cache=self.new_cache(_WARM_UP_TOKENS),
+            token_limit=_WARM_UP_TOKENS,
             prompt_length=_WARM_UP_TOKENS,
-            token_ids=[0] * _WARM_UP_TOKENS,
         )
-        chunk = PrefillChunk(session, session.token_ids[:], base=0, last=True)
-        self._raise_failure(self.step([chunk]))
-        self._raise_failure(self.step([VerifyBlock(session, session.anchor_position, [0] * 7)]))
+        try:
+            head, _ = self.forward(session, 0, tokens[:_WARM_UP_CHUNK], logit_rows=_WARM_UP_CHUNK)
+            rest = tokens[_WARM_UP_CHUNK:]
+            tail, _ = self.forward(session, _WARM_UP_CHUNK, rest, logit_rows=len(rest))
+            ids = torch.tensor([tokens], device=self._device)
+            whole = self.model(input_ids=ids, use_cache=False).logits[0]
+        except Exception as error:
+            raise CheckpointError(
+                f"model_type {self._config.model_type!r}: a pass over a cache failed: {error}"
+            ) from error
+        self._choose(tail, _WARM_UP_CHUNK, session)
+        difference = _relative_difference(torch.cat([head, tail]), whole)
+        if not difference < _LARGEST_DIFFERENCE[self._dtype]:
+            raise CheckpointError(
+                f"model_type {self._config.model_type!r}: logits of a pass in two parts and of one "
+                f"whole pass differ by {difference:.0%}; the model is not causal, or reads its "
+                "cache in a way of its own"
+            )
 
     def _guarded(self, item: WorkItem) -> StepResult | StepFailure:
         committed = item.session.committed_length
@@ -135,7 +162,7 @@ class Engine:
             arguments["position_ids"] = torch.arange(base, end, device=self._device).unsqueeze(0)
         if self._takes_logits_to_keep:
             arguments["logits_to_keep"] = logit_rows
-        logits = self._model(**arguments).logits[0, -logit_rows:]
+        logits = self.model(**arguments).logits[0, -logit_rows:]
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return logits, Interval(started, time.perf_counter_ns() - clock)
@@ -149,8 +176,9 @@ class Engine:
         features = self.features.rows(item.layer_ids, len(token_ids))
         return ContextRows(item.base, tuple(token_ids), features)
 
-    @staticmethod
-    def _raise_failure(results: Sequence[StepResult | StepFailure]) -> None:
-        for result in results:
-            if isinstance(result, StepFailure):
-                raise result.error
+
+def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    """Root mean square of the difference, against that of the logits around their mean."""
+    ours, theirs = ours.double(), theirs.double()
+    spread = theirs - theirs.mean(dim=-1, keepdim=True)
+    return float((ours - theirs).norm() / spread.norm())
