@@ -22,7 +22,9 @@ DEFAULT_NAMES = ("default", DEFAULT_TARGET_NAME)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Weights as safetensors only: a pickle is never opened.
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+# The same weights once more, in their makers' own layouts.
+_HUB_DUPLICATES = ["original/*", "consolidated*"]
 
 # Layer kinds whose state is keys and values by position, so that rollback is a length change.
 _ATTENTION_LAYERS = {
@@ -219,7 +221,10 @@ def _hub_folder(hub_id: str, allow_download: bool) -> Path:
 
     try:
         folder = snapshot_download(
-            hub_id, allow_patterns=_HUB_FILES, local_files_only=not allow_download
+            hub_id,
+            allow_patterns=_HUB_FILES,
+            ignore_patterns=_HUB_DUPLICATES,
+            local_files_only=not allow_download,
         )
     except Exception as error:
         raise _not_had(hub_id, error) from error

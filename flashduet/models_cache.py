@@ -81,7 +81,9 @@ def cached_gguf_folder(source: Path, name: str, *, progress: Progress = no_progr
 def _dequantize(source: Path, folder: Path, progress: Progress) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # ours is `progress`
     size = source.stat().st_size
     progress("dequantizing", 0, size)
     folder.parent.mkdir(parents=True, exist_ok=True)

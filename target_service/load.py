@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from flashduet import models
 from flashduet.errors import CheckpointError, ConfigurationError
@@ -55,6 +56,18 @@ class LoadedTarget:
         return 2 * text.num_hidden_layers * heads * size * self.dtype.itemsize
 
 
+class _StageLog:
+    """Says what a long start is at, once a stage."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage != self._last:
+            log.info("model: %s", stage)
+        self._last = stage
+
+
 def load_target(settings: TargetSettings) -> LoadedTarget:
     """Load the checkpoint that the settings name; takes seconds to minutes.
 
@@ -62,8 +75,9 @@ def load_target(settings: TargetSettings) -> LoadedTarget:
         ConfigurationError: a model, device or dtype that cannot be had; names the fix.
         CheckpointError: names the file, the tensor, what was expected and what was found.
     """
+    disable_progress_bar()  # a log has no place for one
     device = _device(settings.device)
-    folder = models.resolve_model(settings.model)
+    folder = models.resolve_model(settings.model, progress=_StageLog())
     config = models.load_config(folder)
     models.check_target_supported(config)
     check_weight_files(folder)

@@ -94,14 +94,21 @@ class Scheduler:
                 self._queue.remove(job)
 
     def _run(self) -> None:
-        while jobs := self._next_jobs():
-            try:
-                self._step(jobs)
-            except Exception as error:
-                # The thread outlives everything that a step can do.
-                log.exception("a step failed")
-                for job in jobs:
-                    self._fail(job, error)
+        # An idle thread must not hold a session by a variable, so a step is a call of its own.
+        while self._run_step():
+            pass
+
+    def _run_step(self) -> bool:
+        """One step; false when the scheduler closes."""
+        jobs = self._next_jobs()
+        try:
+            self._step(jobs)
+        except Exception as error:
+            # The thread outlives everything that a step can do.
+            log.exception("a step failed")
+            for job in jobs:
+                self._fail(job, error)
+        return bool(jobs)
 
     def _next_jobs(self) -> list[Job]:
         """Wait for work; empty when the scheduler closes."""
@@ -113,6 +120,8 @@ class Scheduler:
             return []
 
     def _step(self, jobs: Sequence[Job]) -> None:
+        if not jobs:
+            return
         for job in jobs:
             job.started()
         results = self._engine.step([job.next_item() for job in jobs])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -148,6 +150,16 @@ async def test_closing_fails_what_waits(tiny: TinyTarget) -> None:
     assert all(isinstance(result, Unavailable) for result in results)
     with pytest.raises(Unavailable):
         await scheduler.prefill(tiny.session(prompt(5)), None)
+
+
+async def test_an_idle_engine_holds_no_session(scheduler: Scheduler, tiny: TinyTarget) -> None:
+    session = tiny.session(prompt(20))
+    cache = weakref.ref(session.cache)
+    await scheduler.prefill(session, None)
+    await asyncio.sleep(0.1)
+    del session
+    gc.collect()
+    assert cache() is None
 
 
 async def test_an_idle_engine_makes_no_steps(scheduler: Scheduler, tmp_path: Path) -> None:
