@@ -202,6 +202,19 @@ class DraftSession:
         return message
 
 
+class _Outgoing:
+    """The queue as grpc.aio reads it. (A generator would be closed while it waits.)"""
+
+    def __init__(self, queue: asyncio.Queue[pb.ProposeRequest]) -> None:
+        self._queue = queue
+
+    def __aiter__(self) -> AsyncIterator[pb.ProposeRequest]:
+        return self
+
+    async def __anext__(self) -> pb.ProposeRequest:
+        return await self._queue.get()
+
+
 class _Link:
     """One Propose stream while it is up, and the sessions opened over it."""
 
@@ -231,7 +244,7 @@ class _Link:
         Raises:
             grpc.RpcError: the stream broke.
         """
-        self._call = stub.Propose(self._outgoing())
+        self._call = stub.Propose(_Outgoing(self._unsent))
         beating = asyncio.create_task(self._beat(), name="draft-heartbeats")
         try:
             async for response in self._call:
@@ -244,10 +257,6 @@ class _Link:
             self.alive = False
             for session in list(self.sessions.values()):
                 session.lose("draft_lost")
-
-    async def _outgoing(self) -> AsyncIterator[pb.ProposeRequest]:
-        while True:
-            yield await self._unsent.get()
 
     async def _beat(self) -> None:
         """Renew all leases three times within a lease, so that two lost beats do no harm."""

@@ -11,7 +11,7 @@ import json
 import secrets
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,8 @@ from gateway.server import SERVICE, GatewayServicer
 from gateway.settings import GatewaySettings
 from gateway.tokenization import Tokenizer
 from tests.support.tiny import IM_END, SPECIALS, VOCAB_SIZE, tiny_tokenizer
+
+Write = Callable[[draft_pb2.ProposeResponse], Awaitable[None]]
 
 BLOCK_LENGTH = 8
 CONTEXT_WINDOW = 512
@@ -224,9 +226,8 @@ class ToyDraft(DraftServiceServicer):
     target: ToyTarget
     wrong_every: int = 5
     delay_s: float = 0.0
-    # Rounds whose proposal is answered only after the next round's, if at all.
-    silent: bool = False
-    silent_opens: bool = False
+    # Says nothing any more, like a stopped process.
+    frozen: bool = False
     refuses: draft_pb2.RefusalReason | None = None
     refuses_opens: bool = False
     # Given instead of real drafts.
@@ -248,14 +249,22 @@ class ToyDraft(DraftServiceServicer):
     ) -> None:
         owned: set[bytes] = set()
         tasks: set[asyncio.Task[None]] = set()
+        writing = asyncio.Lock()
+
+        async def write(response: draft_pb2.ProposeResponse) -> None:
+            async with writing:
+                await context.write(response)
+
         self.streams += 1
         try:
             async for request in request_iterator:
                 kind = request.WhichOneof("message")
+                if self.frozen:
+                    continue
                 if kind == "block":
                     if self.dies_at is not None and request.block.round >= self.dies_at:
                         await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
-                    task = asyncio.create_task(self._answer(request, context))
+                    task = asyncio.create_task(self._answer(request, write))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
                 elif kind == "heartbeat":
@@ -263,11 +272,11 @@ class ToyDraft(DraftServiceServicer):
                 elif kind == "cancel":
                     self.cancels.append(request.cancel.round)
                 elif kind == "open":
-                    await self._open(request, context, owned)
+                    await self._open(request, write, owned)
                 elif kind == "close":
                     owned.discard(request.session_id)
                     self.sessions.discard(request.session_id)
-                    await context.write(_to(request, closed=draft_pb2.ProposeClosed()))
+                    await write(_to(request, closed=draft_pb2.ProposeClosed()))
         finally:
             self.streams -= 1
             self.sessions -= owned
@@ -277,25 +286,21 @@ class ToyDraft(DraftServiceServicer):
     async def _open(
         self,
         request: draft_pb2.ProposeRequest,
-        context: grpc.aio.ServicerContext,
+        write: Write,
         owned: set[bytes],
     ) -> None:
-        if self.silent_opens:
-            return
         if self.refuses_opens:
             refused = draft_pb2.ProposeRefused(
                 reason=draft_pb2.REFUSAL_REASON_TOO_MANY_SESSIONS, round=0
             )
-            await context.write(_to(request, refused=refused))
+            await write(_to(request, refused=refused))
             return
         owned.add(request.session_id)
         self.sessions.add(request.session_id)
         opened = draft_pb2.ProposeOpened(context_hit=0, lease_ms=self.lease_ms)
-        await context.write(_to(request, opened=opened))
+        await write(_to(request, opened=opened))
 
-    async def _answer(
-        self, request: draft_pb2.ProposeRequest, context: grpc.aio.ServicerContext
-    ) -> None:
+    async def _answer(self, request: draft_pb2.ProposeRequest, write: Write) -> None:
         block = request.block
         self.blocks.append(block)
         session = self.target.sessions[request.session_id]
@@ -308,11 +313,9 @@ class ToyDraft(DraftServiceServicer):
         if self.nonsense is not None:
             drafts = self.nonsense
         await asyncio.sleep(self.delay_s)
-        if self.silent:
-            return
         if self.refuses is not None:
             refused = draft_pb2.ProposeRefused(reason=self.refuses, round=block.round)
-            await context.write(_to(request, refused=refused))
+            await write(_to(request, refused=refused))
             return
         self.proposals += 1
         proposal = draft_pb2.Proposal(
@@ -321,7 +324,7 @@ class ToyDraft(DraftServiceServicer):
             confidence=[0.5] * len(drafts),
             timings=PhaseTimings(queue_us=5, forward_us=200, sample_us=20),
         )
-        await context.write(_to(request, proposal=proposal))
+        await write(_to(request, proposal=proposal))
 
     async def GetModelInfo(
         self, request: object, context: object
@@ -405,7 +408,12 @@ class ToyStack:
 
     async def drafted(self) -> None:
         """Wait until the gateway would draft a new request."""
-        await until(lambda: self.router.route(drafted=True).draft is not None, what="draft")
+
+        def drafted() -> bool:
+            draft = self.router.route(drafted=True).draft
+            return draft is not None and draft.info.instance_id == self.draft.instance_id
+
+        await until(drafted, what="draft")
 
     async def all_free(self, timeout_s: float = 2.0) -> float:
         """Wait until nothing of any request is left anywhere."""
@@ -452,10 +460,12 @@ class GeneratedAnswer:
 
 
 @asynccontextmanager
-async def toy_stack(tokenizer: Tokenizer, **overrides: object) -> AsyncIterator[ToyStack]:
+async def toy_stack(
+    tokenizer: Tokenizer, *, lease_ms: int = 30_000, **overrides: object
+) -> AsyncIterator[ToyStack]:
     """Everything up and drafting; settings of the gateway may be given."""
     target = ToyTarget()
-    draft = ToyDraft(target)
+    draft = ToyDraft(target, lease_ms=lease_ms)
     target.drafts.append(draft)
     target_server, draft_server = await serve_target(target), await serve_draft(draft)
     settings = GatewaySettings.load(
