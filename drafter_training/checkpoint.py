@@ -12,6 +12,16 @@ from transformers import PreTrainedModel, Qwen3Config
 
 from draft_service.network import DFlashNetwork
 
+_WRITTEN = (
+    *("architectures", "model_type", "dtype", "transformers_version"),
+    *("vocab_size", "hidden_size", "intermediate_size", "hidden_act", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias"),
+    *("max_position_embeddings", "rope_parameters", "rms_norm_eps", "tie_word_embeddings"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *("num_target_layers", "block_size", "dflash_config"),
+)
+"""Keys of config.json: what a drafter needs, without Transformers' unrelated defaults."""
+
 
 def drafter_config(
     target: PreTrainedModel,
@@ -68,8 +78,8 @@ def warm_start(
     hidden = network.hidden_norm.weight.shape[0]
     torch.nn.init.normal_(network.fc.weight, std=0.002)
     network.fc.weight[:, feature * hidden : (feature + 1) * hidden] += torch.eye(hidden)
-    norms = torch.stack([layer.input_layernorm.weight for layer in network.layers])
-    network.hidden_norm.weight.copy_(norms.mean(0))
+    norms = [decoder.layers[source].input_layernorm.weight for source in sources]
+    network.hidden_norm.weight.copy_(torch.stack(norms).mean(0))
     network.norm.load_state_dict(decoder.norm.state_dict())
 
 
@@ -78,6 +88,8 @@ def save_drafter(folder: Path, network: DFlashNetwork, config: Qwen3Config) -> N
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: t.to(torch.bfloat16).contiguous() for name, t in network.state_dict().items()}
     save_file(weights, folder / "model.safetensors.tmp", metadata={"format": "pt"})
-    (folder / "config.json.tmp").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+    facts = config.to_dict()
+    facts = {key: facts[key] for key in _WRITTEN if key in facts}
+    (folder / "config.json.tmp").write_text(json.dumps(facts, indent=2) + "\n")
     for name in ("model.safetensors", "config.json"):
         os.replace(folder / f"{name}.tmp", folder / name)

@@ -94,8 +94,9 @@ class ShardWriter:
         self._folder, self._settings = folder, settings
         self._pending: list[tuple[list[int], int, bool, torch.Tensor]] = []
         self.seen: set[bytes] = set()
+        prompt_file = Path(settings.prompt_file).name if settings.prompt_file else None
         self.manifest: dict[str, Any] = {
-            "settings": asdict(settings),
+            "settings": asdict(settings) | {"prompt_file": prompt_file},
             "next_turn": 0,
             "shards": [],
             "answer_tokens": 0,

@@ -147,12 +147,12 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, turn: str) -> list[int]:
 
 
 def summarize(decoded: Iterable[tuple[str, Decoded]]) -> dict[str, CategoryResult]:
-    """Results by category, and under ``overall``."""
+    """Results by category, and last, under ``overall``, of all."""
     groups: dict[str, list[Decoded]] = defaultdict(list)
-    for category, one in decoded:
-        if one.rounds:
-            groups[category].append(one)
-            groups["overall"].append(one)
+    everything = [(category, one) for category, one in decoded if one.rounds]
+    for category, one in everything:
+        groups[category].append(one)
+    groups["overall"] = [one for _, one in everything]
     return {
         category: CategoryResult(
             prompts=len(group),

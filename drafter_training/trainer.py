@@ -15,7 +15,7 @@ from transformers import Qwen3Config
 
 from draft_service.network import DFlashNetwork
 from drafter_training.checkpoint import save_drafter
-from drafter_training.dataset import ShardDataset
+from drafter_training.dataset import Batch, ShardDataset
 from drafter_training.objective import Objective
 
 STATE = "state.pt"
@@ -70,12 +70,20 @@ class Trainer:
         self._masters = [p.detach().float().clone() for p in network.parameters()]
         matrices = [p for p in self._masters if p.dim() > 1]
         norms = [p for p in self._masters if p.dim() == 1]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices},
+            {"params": norms, "weight_decay": 0.0},
+        ]
         self._optimizer = torch.optim.AdamW(
-            [{"params": matrices}, {"params": norms, "weight_decay": 0.0}],
+            groups,
             lr=settings.learning_rate,
             betas=(0.9, 0.95),
             weight_decay=settings.weight_decay,
         )
+        self._held_out = dataset.held_out(settings.held_out)
+        self._epoch, self._batches = 0, self._epoch_batches(0)
+        self._steps_per_epoch = len(self._batches)
+        self._total_steps = settings.epochs * self._steps_per_epoch
         self._stopping = False
         self.step, self._elapsed = 0, 0.0
         if (folder / STATE).exists():
@@ -92,47 +100,51 @@ class Trainer:
 
     def run(self, stop_after_steps: int | None = None) -> None:
         """Trains to the end of the schedule, or for ``stop_after_steps`` more steps."""
-        settings = self._settings
-        held_out = self._dataset.held_out(settings.held_out)
-        per_epoch = len(self._dataset.batches(0, settings.batch_size, settings.seed, held_out))
-        total = settings.epochs * per_epoch
-        last = total if stop_after_steps is None else min(total, self.step + stop_after_steps)
+        last = self._total_steps
+        if stop_after_steps is not None:
+            last = min(last, self.step + stop_after_steps)
         started, saved = time.monotonic() - self._elapsed, time.monotonic()
-        losses: list[float] = []
+        loss = math.nan
         columns = (*Progress.get_default_columns(), TextColumn("{task.fields[note]}"))
         with Progress(*columns) as progress:
             bar = progress.add_task("training", total=1.0, note="")
             while self.step < last and not self._stopping:
                 self._elapsed = time.monotonic() - started
-                done = self.step / total
-                if settings.minutes is not None:
-                    done = self._elapsed / (60 * settings.minutes)
+                done = self._progress()
                 if done >= 1:
                     break
-                epoch, index = divmod(self.step, per_epoch)
-                if index == 0 or not losses:
-                    batches = self._dataset.batches(
-                        epoch, settings.batch_size, settings.seed, held_out
-                    )
-                losses.append(self._train_step(batches[index], done))
-                self.step += 1
-                note = f"step {self.step} epoch {epoch} loss {sum(losses[-50:]) / 50:.3f}"
-                progress.update(bar, completed=done, note=note)
-                if time.monotonic() - saved > settings.checkpoint_seconds:
-                    loss, tau = self.validate(held_out)
-                    progress.console.print(f"{note}, held out: loss {loss:.3f} tau {tau:.3f}")
+                step_loss = self._train_step(done)
+                loss = step_loss if math.isnan(loss) else 0.98 * loss + 0.02 * step_loss
+                progress.update(bar, completed=done, note=f"step {self.step} loss {loss:.3f}")
+                if time.monotonic() - saved > self._settings.checkpoint_seconds:
+                    progress.console.print(f"loss {loss:.3f}; {self._validation_note()}")
                     self.save()
                     saved = time.monotonic()
-            loss, tau = self.validate(held_out)
-            progress.console.print(f"end, held out: loss {loss:.3f} tau {tau:.3f}")
+            progress.console.print(f"end; {self._validation_note()}")
         self._elapsed = time.monotonic() - started
         self.save()
 
-    def _train_step(self, indices: list[int], progress: float) -> float:
+    def _progress(self) -> float:
+        """Share of the schedule that is done."""
+        if self._settings.minutes is None:
+            return self.step / self._total_steps
+        return self._elapsed / (60 * self._settings.minutes)
+
+    def _next_batch(self) -> Batch:
+        epoch, index = divmod(self.step, self._steps_per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._batches = epoch, self._epoch_batches(epoch)
+        return self._dataset.load(self._batches[index])
+
+    def _epoch_batches(self, epoch: int) -> list[list[int]]:
+        settings = self._settings
+        return self._dataset.batches(epoch, settings.batch_size, settings.seed, self._held_out)
+
+    def _train_step(self, progress: float) -> float:
         for group in self._optimizer.param_groups:
             group["lr"] = self._settings.learning_rate * cosine(progress, self._settings.warmup)
         generator = self._generator(self.step)
-        loss, _ = self._objective(self.network, self._dataset.load(indices), generator)
+        loss, _ = self._objective(self.network, self._next_batch(), generator)
         self.network.zero_grad(set_to_none=True)
         loss.backward()
         for master, parameter in zip(self._masters, self.network.parameters(), strict=True):
@@ -141,6 +153,7 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self._masters, self._settings.clip)
         self._optimizer.step()
         self._publish()
+        self.step += 1
         return float(loss.detach())
 
     @torch.no_grad()
@@ -149,14 +162,18 @@ class Trainer:
             parameter.copy_(master)
 
     @torch.no_grad()
-    def validate(self, held_out: list[int]) -> tuple[float, float]:
+    def validate(self) -> tuple[float, float]:
         """Loss and teacher-forced acceptance length on sequences never trained on."""
         results = []
-        for first in range(0, len(held_out), self._settings.batch_size):
-            batch = self._dataset.load(held_out[first : first + self._settings.batch_size])
+        for first in range(0, len(self._held_out), self._settings.batch_size):
+            batch = self._dataset.load(self._held_out[first : first + self._settings.batch_size])
             results.append(self._objective(self.network, batch, self._generator(-first - 1)))
         count = max(len(results), 1)
         return sum(float(r[0]) for r in results) / count, sum(float(r[1]) for r in results) / count
+
+    def _validation_note(self) -> str:
+        loss, tau = self.validate()
+        return f"step {self.step}, held out: loss {loss:.3f} tau {tau:.3f}"
 
     def save(self) -> None:
         """Writes the state to resume from and the drafter to serve, each by rename."""
