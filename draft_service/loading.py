@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from draft_service.checkpoint import load_drafter
+from draft_service.config import CONFIG_FILE
 from draft_service.engine import Engine
 from draft_service.pairing import check_drafter
 from draft_service.settings import DraftSettings
@@ -111,7 +112,7 @@ def load(settings: DraftSettings) -> LoadedDrafter:
 def _drafter_folder(reference: str) -> Path:
     if reference != "default":
         return models.resolve_model(reference)
-    if not SHIPPED_DRAFTER.is_dir():
+    if not (SHIPPED_DRAFTER / CONFIG_FILE).is_file():
         raise ConfigurationError(
             "FLASHDUET_DRAFT_MODEL: the shipped drafter is not beside this installation; give a "
             "drafter's folder or Hub id"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from draft_service.engine import Engine
 from draft_service.loading import LoadedDrafter
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
-from draft_service.work import IngestWork, ProposeWork
+from draft_service.work import IngestWork, ProposeWork, StepResult
 from flashduet import models, rpc
 from flashduet.errors import Conflict, FlashduetError, InvalidRequest, Unavailable
 from flashduet.sampling.params import Sampling
@@ -28,7 +29,7 @@ from flashduet.v1 import draft_pb2 as dp
 from flashduet.v1 import draft_pb2_grpc
 from tests.support.tiny import MASK
 from tests.unit.draft_peers import GatewayPeer, TargetPeer
-from tests.unit.drafting import engine_of, features_for
+from tests.unit.drafting import engine_of, features_for, until
 
 LEASE_S = 0.6
 MAX_SESSIONS = 3
@@ -325,6 +326,50 @@ async def test_rewind_cuts_the_context_and_moves_the_epoch(running: Running) -> 
     assert refusal(await gateway.receive()) == "WRONG_EPOCH"
 
 
+async def test_a_rewind_ends_the_proposal_under_way(running: Running) -> None:
+    target, gateway, session = await running.target(), running.gateway(), new_id()
+    await gateway.open(session, target)
+    features = running.features(12)
+    await target.chunk(session, 0, features[:4])
+    await gateway.ask(session, 9, round=1)
+    await gateway.send(session, rewind=dp.ProposeRewind(length=3, new_epoch=1))
+    ended, rewound = await gateway.receive(), await gateway.receive()
+    assert (refusal(ended), ended.refused.round) == ("WRONG_EPOCH", 1)
+    assert rewound.rewound.context_end == 3
+    # Rows that come for the new epoch wake nobody from the old one.
+    await target.chunk(session, 3, features[3:8], epoch=1)
+    answer = await gateway.propose(session, 9, epoch=1, round=2)
+    assert answer.proposal.round == 2
+    assert list(answer.proposal.token_ids) == running.drafts(features[:8], 5, 8)
+
+
+async def test_closing_takes_the_sessions_work_out_of_the_queue(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, gateway = await running.target(), running.gateway()
+    busy, closed = new_id(), new_id()
+    await gateway.open(busy, target)
+    await gateway.open(closed, target)
+    steps: list[list[int]] = []
+    may_go = threading.Event()
+    whole = Engine.step
+
+    def slow(self: Engine, ingests: list[IngestWork], proposals: list[ProposeWork]) -> StepResult:
+        steps.append([work.rows for work in ingests])
+        assert may_go.wait(10)
+        return whole(self, ingests, proposals)
+
+    monkeypatch.setattr(Engine, "step", slow)
+    await target.chunk(busy, 0, running.features(3))
+    await until(lambda: steps == [[3]])
+    await target.chunk(closed, 0, running.features(50))
+    await gateway.send(closed, close=dp.ProposeClose())
+    assert (await gateway.receive()).HasField("closed")
+    may_go.set()
+    assert (await gateway.propose(busy, 4)).HasField("proposal")
+    assert steps == [[3], []]
+
+
 async def test_a_cancelled_proposal_is_not_answered(running: Running) -> None:
     target, gateway, session = await running.target(), running.gateway(), new_id()
     await gateway.open(session, target)
@@ -426,14 +471,15 @@ async def test_the_streams_end_frees_everything_in_every_phase(
 @pytest.mark.parametrize("running", [{"lease_s": LEASE_S}], indirect=True)
 async def test_a_lease_ends_without_heartbeats_and_only_then(running: Running) -> None:
     target, gateway = await running.target(), running.gateway()
-    kept, left = new_id(), new_id()
-    await gateway.open(kept, target)
-    await gateway.open(left, target)
+    kept, opened, left = new_id(), new_id(), new_id()
+    for session in (kept, opened, left):
+        await gateway.open(session, target)
     await target.chunk(left, 0, running.features(8))
     for _ in range(6):
         await asyncio.sleep(LEASE_S / 3)
         await gateway.send(kept, heartbeat=dp.ProposeHeartbeat())
-    assert (await running.load()).sessions == 1
+        await gateway.open(opened, target)  # any message of the gateway's keeps a session
+    assert (await running.load()).sessions == 2
     await gateway.send(left, heartbeat=dp.ProposeHeartbeat())
     assert refusal(await gateway.receive()) == "UNKNOWN_SESSION"
     # A target's chunks do not keep a session that its gateway has left.
@@ -640,7 +686,7 @@ async def test_not_serving_and_unavailable_until_warmed_up(
 def test_the_shipped_drafter_is_a_valid_checkpoint() -> None:
     from draft_service.loading import SHIPPED_DRAFTER
 
-    if not SHIPPED_DRAFTER.is_dir():
+    if not (SHIPPED_DRAFTER / "config.json").is_file():
         pytest.skip("no drafter is shipped yet")
     config = DrafterConfig.load(SHIPPED_DRAFTER)
     assert (config.hidden_size, config.num_target_layers) == (576, 30)
