@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
@@ -22,7 +21,7 @@ from flashduet.v1 import draft_pb2 as pb
 from flashduet.v1.common_pb2 import PhaseTimings
 from flashduet.v1.draft_pb2_grpc import DraftServiceStub
 from gateway.budget import BudgetLimits, LatencyBudget
-from gateway.health import is_serving
+from gateway.health import Health, ask_health
 
 logger = logging.getLogger(__name__)
 
@@ -303,8 +302,12 @@ class DraftReplica:
         stub = DraftServiceStub(self._channel)
         try:
             while True:
-                with suppress(grpc.RpcError):
+                try:
                     await self._serve(stub)
+                except grpc.RpcError as error:
+                    logger.debug("draft %s: %s", self.endpoint, error)
+                except Exception:  # Whatever a draft says, requests go on without it.
+                    logger.exception("draft %s: its stream is given up", self.endpoint)
                 if self._link is not None:
                     logger.warning(
                         "draft %s: stream ended; decoding goes on without", self.endpoint
@@ -316,7 +319,7 @@ class DraftReplica:
             await self._channel.close(None)
 
     async def _serve(self, stub: DraftServiceStub) -> None:
-        if not await is_serving(self._channel, SERVICE):
+        if await ask_health(self._channel, SERVICE) is not Health.SERVING:
             return
         info = await stub.GetModelInfo(
             pb.DraftServiceGetModelInfoRequest(), timeout=_UNARY_TIMEOUT_S

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import grpc.aio
 
 from flashduet import rpc
@@ -9,6 +11,8 @@ from flashduet.errors import FlashduetError
 from flashduet.v1 import gateway_pb2 as pb
 from flashduet.v1.gateway_pb2_grpc import GatewayServiceServicer
 from gateway.gateway import Gateway
+
+logger = logging.getLogger(__name__)
 
 SERVICE = "flashduet.v1.GatewayService"
 
@@ -33,6 +37,10 @@ class GatewayServicer(GatewayServiceServicer):
             )
         except FlashduetError as error:
             await rpc.abort(context, error)
+        except Exception:
+            # Our own mistake; what it says about our insides stays in the log.
+            logger.exception("a request failed")
+            await rpc.abort(context, FlashduetError("internal error"))
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext

@@ -13,12 +13,14 @@ from flashduet import rpc
 from flashduet.errors import Cancelled, FlashduetError, Unavailable
 from flashduet.v1 import target_pb2 as pb
 from flashduet.v1.target_pb2_grpc import TargetServiceStub
-from gateway.health import is_serving
+from gateway.health import Health, ask_health
 
 logger = logging.getLogger(__name__)
 
 SERVICE = "flashduet.v1.TargetService"
 _UNARY_TIMEOUT_S = 2.0
+# Unanswered health checks in a row after which a target no longer counts as serving.
+_MOST_SILENCES = 3
 # For the answer to Close; a target that does not give it frees the session by the stream's end.
 _CLOSE_BUDGET_S = 1.0
 
@@ -66,6 +68,7 @@ class TargetSession:
             async with asyncio.timeout(_CLOSE_BUDGET_S):
                 await self._ask(pb.DecodeRequest(close=pb.DecodeClose()))
                 await self._call.done_writing()
+                await self._call.code()
 
     def abandon(self) -> None:
         """End the stream, whatever state it is in; safe after `close`, once."""
@@ -106,6 +109,7 @@ class TargetReplica:
         self._poll_s = poll_s
         self._channel = rpc.open_channel(endpoint)
         self._stub = TargetServiceStub(self._channel)
+        self._silences = 0
         self._look = asyncio.Event()
 
     def session(self) -> TargetSession:
@@ -128,8 +132,17 @@ class TargetReplica:
             await self._channel.close(None)
 
     async def refresh(self) -> None:
-        """Ask the target now whether and what it serves."""
-        known, self.info = self.info, await self._ask_info()
+        """Ask the target now whether and what it serves.
+
+        One that does not answer in time is believed to be busy, a few times in a row.
+        """
+        known = self.info
+        health = await ask_health(self._channel, SERVICE)
+        self._silences = self._silences + 1 if health is Health.SILENT else 0
+        if health is Health.SERVING:
+            self.info = await self._ask_info() or self.info
+        elif health is Health.DOWN or self._silences > _MOST_SILENCES:
+            self.info = None
         if known is None and self.info is not None:
             facts = self.info.facts
             logger.info("target %s serves %r on %s", self.endpoint, facts.name, self.info.device)
@@ -137,8 +150,6 @@ class TargetReplica:
             logger.warning("target %s no longer serves", self.endpoint)
 
     async def _ask_info(self) -> pb.TargetServiceGetModelInfoResponse | None:
-        if not await is_serving(self._channel, SERVICE):
-            return None
         try:
             return await self._stub.GetModelInfo(
                 pb.TargetServiceGetModelInfoRequest(), timeout=_UNARY_TIMEOUT_S
