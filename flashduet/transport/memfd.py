@@ -12,7 +12,6 @@ import fcntl
 import logging
 import mmap
 import os
-import stat
 import sys
 from dataclasses import dataclass
 
@@ -142,15 +141,13 @@ def _create_memfd() -> int:
 
 
 def _require_harmless(descriptor: int, nbytes: int) -> None:
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        raise TransportError("WRONG_TRANSPORT", "the ring's descriptor is not a file")
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError as error:
         raise TransportError("WRONG_TRANSPORT", "the ring is not a memfd") from error
     if seals & _seals() != _seals():
         raise TransportError("WRONG_TRANSPORT", "the ring is not sealed: its size could change")
+    status = os.fstat(descriptor)
     if status.st_size != nbytes or not MIN_RING_BYTES <= nbytes <= MAX_RING_BYTES:
         raise TransportError(
             "WRONG_SIZE", f"the ring has {status.st_size} bytes, {nbytes} were announced"

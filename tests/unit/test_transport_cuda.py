@@ -80,6 +80,7 @@ def test_a_late_reader_of_an_earlier_lease_sees_nothing_of_the_next() -> None:
     sender = CudaIpcSender(SIZE, rings)
     late = open_receiver(sender.device_handle, sender.ring_bytes, CPU, memory)
     old = sender.put(1, SESSION, 0, 0, torch.zeros(2, 8))
+    assert old is not None
     sender.close()
     following = CudaIpcSender(SIZE, rings)
     assert following.put(1, SESSION, 0, 0, torch.ones(2, 8)) is not None

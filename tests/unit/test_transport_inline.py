@@ -96,6 +96,7 @@ def test_more_rows_than_max_rows_are_a_mistake() -> None:
 def test_closed_ends_do_no_work() -> None:
     end, receiver = sender(), InlineReceiver(torch.device("cpu"))
     payload = end.put(1, SESSION, 0, 0, torch.zeros(2, 3))
+    assert payload is not None
     end.close()
     receiver.close()
     assert end.outstanding == 0

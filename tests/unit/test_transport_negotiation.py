@@ -35,7 +35,7 @@ def options(folder: Path, choice: str = "auto") -> TransportOptions:
 
 async def connect(
     draft: Receivers, instance: bytes, target: TransportOptions
-) -> tuple[int, torch.Tensor, torch.Tensor]:
+) -> tuple[pb.Transport, torch.Tensor, torch.Tensor]:
     """Handshake as the two servers do it, send one chunk, close; returns transport and tensors."""
     accepted = draft.accept(offers(target.choice, target.device))
     sender, attach = await open_sender(accepted, instance, target)
@@ -64,7 +64,7 @@ async def connect(
     ],
 )
 async def test_the_best_transport_of_both_sides_carries_the_chunk(
-    tmp_path: Path, target_choice: str, draft_choice: str, expected: int
+    tmp_path: Path, target_choice: str, draft_choice: str, expected: pb.Transport
 ) -> None:
     instance = secrets.token_bytes(16)
     draft = Receivers(instance, options(tmp_path / "s", draft_choice))

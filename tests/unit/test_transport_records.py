@@ -51,7 +51,9 @@ class Pair:
         return self.receiver.take(SESSION, 0, 5, rows, width, payload)
 
 
-def features_of(rows: int = 3, width: int = WIDTH, dtype: torch.dtype = torch.float32):
+def features_of(
+    rows: int = 3, width: int = WIDTH, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     return torch.randn(rows, width).to(dtype)
 
 

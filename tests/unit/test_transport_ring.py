@@ -12,7 +12,7 @@ from flashduet.transport.ring import ALIGNMENT, HEADER_BYTES, Ring, Slot, record
 
 # Few enough cache lines that random scripts meet every border.
 CAPACITY = 1024
-steps = st.lists(
+scripts = st.lists(
     st.one_of(
         st.tuples(st.just("allocate"), st.integers(0, 448)),
         st.tuples(st.just("free"), st.integers(0, 7)),
@@ -31,7 +31,8 @@ def assert_apart(slot: Slot, live: list[Slot], capacity: int) -> None:
 
 def test_in_a_ring_of_five_lines_no_script_of_six_steps_makes_records_overlap() -> None:
     """Every border, exhaustively: records of 1 to 3 lines, the oldest or the newest freed."""
-    for script in itertools.product((0, 64, 128, "oldest", "newest"), repeat=6):
+    steps: tuple[int | str, ...] = (0, 64, 128, "oldest", "newest")
+    for script in itertools.product(steps, repeat=6):
         ring = Ring(5 * ALIGNMENT)
         live: list[Slot] = []
         for step in script:
@@ -44,7 +45,7 @@ def test_in_a_ring_of_five_lines_no_script_of_six_steps_makes_records_overlap() 
 
 
 @settings(max_examples=100, deadline=None)
-@given(steps)
+@given(scripts)
 def test_live_records_never_overlap_and_stay_inside(script: list[tuple[str, int]]) -> None:
     ring = Ring(CAPACITY)
     live: list[Slot] = []
@@ -66,7 +67,7 @@ def test_live_records_never_overlap_and_stay_inside(script: list[tuple[str, int]
 
 
 @settings(max_examples=100, deadline=None)
-@given(steps)
+@given(scripts)
 def test_after_everything_is_freed_the_whole_ring_is_one_record_again(
     script: list[tuple[str, int]],
 ) -> None:
