@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -98,7 +100,10 @@ def test_equal_logits_at_the_border_of_top_k_go_to_the_lowest_ids():
     assert chosen_over_positions(row, sampling) == {0, 1, 2, 200}
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.25, 64), (0.5, 128), (0.2501, 65), (1 / 256, 1)])
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [(0.25, 64), (0.5, 128), (0.2501, 65), (1 / 256, 1), (math.nextafter(0.25, 1), 65)],
+)
 def test_equal_logits_at_the_border_of_top_p_go_to_the_lowest_ids(top_p, kept):
     """The mass before token 64 of 256 equal ones is exactly 0.25: it is out at 0.25."""
     chosen = chosen_over_positions([1.5] * 256, Sampling(temperature=1.0, top_p=top_p), 2000)
