@@ -7,7 +7,7 @@ largest noise, known from one hash, so
     no token can score above its logit plus its group's largest noise.
 
 A token whose second figure is below the best of the first loses whatever its own noise is; the
-others, typically a few dozen of 49,152, get their noise computed and the best of them wins. The
+others, a few of 49,152 or some fifty where logits are nearly flat, get their noise computed and the best of them wins. The
 figures may be computed with any rounding as long as they err to the safe side (`_SLACK`); scores
 that decide are computed from the deterministic functions only.
 
