@@ -91,6 +91,8 @@ def lossless(
         threads=threads,
         free_ports=True,
     )
+    if not config.has_drafter:
+        fail(f"no drafter is known for {config.model_reference}; name one with --drafter", 2)
     settings = CheckSettings(
         config=config,
         prompts_file=prompts,

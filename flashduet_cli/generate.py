@@ -12,7 +12,7 @@ from rich.text import Text
 from flashduet.client import AsyncClient, GenerateOptions, Generation, Message, Prompt
 from flashduet_cli import options
 from flashduet_cli.console import err, fail, note, phase_table, print_json, run
-from flashduet_cli.reach import serving, started
+from flashduet_cli.reach import serving, started, undrafted_if_unknown
 from flashduet_cli.stack import StackConfig
 
 
@@ -113,7 +113,9 @@ async def _generate(
         else:
             if not start:
                 note(f"no stack at {endpoint}; starting one for this call")
-            stack = await exits.enter_async_context(started(config, verbose=verbose))
+            stack = await exits.enter_async_context(
+                started(undrafted_if_unknown(config), verbose=verbose)
+            )
             endpoint = stack.endpoint
         client = await exits.enter_async_context(AsyncClient(endpoint))
         stream = await exits.enter_async_context(client.generate(question, **asked))

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from flashduet.errors import Unavailable
 from flashduet.healthcheck import Health, probe
@@ -37,6 +38,14 @@ async def serving(endpoint: str) -> bool:
             note(f"the gateway at {endpoint} is not serving yet; waiting for it")
             said = True
         await asyncio.sleep(0.5)
+
+
+def undrafted_if_unknown(config: StackConfig) -> StackConfig:
+    """The same, without a draft service where no drafter is named or known for the target."""
+    if not config.draft or config.has_drafter:
+        return config
+    note(f"no drafter is known for {config.model_reference}: decoding plainly (see --drafter)")
+    return replace(config, draft=False)
 
 
 @asynccontextmanager

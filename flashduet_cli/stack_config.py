@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flashduet.models import DEFAULT_NAMES
 from flashduet.settings import DtypeChoice, TransportChoice
 from flashduet_cli.ports import free_ports
 
@@ -72,6 +73,13 @@ class StackConfig:
         """What target, draft and gateway are told to load."""
         given = self.model or self.env.get("FLASHDUET_TARGET_MODEL")
         return given or os.environ.get("FLASHDUET_TARGET_MODEL") or "default"
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether a drafter is named, or the shipped one is for this target."""
+        named = self.drafter or self.env.get("FLASHDUET_DRAFT_MODEL")
+        named = named or os.environ.get("FLASHDUET_DRAFT_MODEL")
+        return bool(named) or self.model_reference.lower() in DEFAULT_NAMES
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from flashduet_cli import options
 from flashduet_cli.console import err, fail, log_line, note, run
 from flashduet_cli.pull import pull_in_thread
+from flashduet_cli.reach import undrafted_if_unknown
 from flashduet_cli.stack import Stack, StackConfig
 
 
@@ -44,7 +46,7 @@ def up(
         free_ports=free_ports,
         startup_timeout_s=startup_timeout,
     )
-    run(_up(config))
+    run(_up(undrafted_if_unknown(config)))
 
 
 async def _up(config: StackConfig) -> None:
@@ -52,11 +54,13 @@ async def _up(config: StackConfig) -> None:
     async with Stack(config, log=log_line, event=_event) as stack:
         err.print(
             f"[bold]ready[/]: gRPC on {stack.endpoint}, OpenAI API on {stack.http_url}/v1 "
-            "(Ctrl-C stops it)"
+            "(Ctrl-C stops it)",
+            soft_wrap=True,
         )
         try:
             await stack.wait()
-        finally:
+        except asyncio.CancelledError:
+            # Ctrl-C is how it is meant to end.
             note("stopping")
 
 

@@ -74,12 +74,14 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
 
 
 @contextmanager
-def scripted_gateway() -> Iterator[tuple[str, ScriptedGateway]]:
+def scripted_gateway(
+    servicer: ScriptedGateway | None = None,
+) -> Iterator[tuple[str, ScriptedGateway]]:
     """A serving gateway on its own loop and thread: its endpoint and its servicer."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    servicer = ScriptedGateway()
+    servicer = servicer or ScriptedGateway()
 
     async def start() -> Server:
         server = Server(["flashduet.v1.GatewayService"])
