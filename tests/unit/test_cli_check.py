@@ -121,14 +121,17 @@ def test_a_wrong_token_fails_with_its_place_and_both_tokens(checked):
 def test_a_token_that_rounding_cannot_tell_apart_is_listed_and_passes(checked, monkeypatch):
     """In all passes of the reference the two logits are made equal; its own error is the bound."""
     ours, other = checked.answer[2], (checked.answer[2] + 1) % 256
+
+    def tied(true):
+        def logits(self, *arguments):
+            row = true(self, *arguments).copy()
+            row[other] = row[ours] - 1e-9
+            return row
+
+        return logits
+
     for name in ("exact_logits", "logits"):
-
-        def tied(self, *arguments, true=getattr(Reference, name)):
-            logits = true(self, *arguments).copy()
-            logits[other] = logits[ours] - 1e-9
-            return logits
-
-        monkeypatch.setattr(Reference, name, tied)
+        monkeypatch.setattr(Reference, name, tied(getattr(Reference, name)))
     report = checked(spoil=(2, other))
     assert report.passed
     assert report.identical == 0
