@@ -6,10 +6,10 @@ largest noise, known from one hash, so
     the best score is at least that of any leader and of the most likely token, and
     no token can score above its logit plus its group's largest noise.
 
-A token whose second figure is below the best of the first loses whatever its own noise is; the
-others, a few of 49,152 or some fifty where logits are nearly flat, get their noise computed and the best of them wins. The
-figures may be computed with any rounding as long as they err to the safe side (`_SLACK`); scores
-that decide are computed from the deterministic functions only.
+A token whose second figure is below the best of the first loses whatever its own noise is. The
+others, a few of 49,152 or some fifty where logits are nearly flat, get their noise computed and the
+best of them wins. The figures may be computed with any rounding as long as they err to the safe
+side (`_SLACK`); scores that decide are computed from the deterministic functions only.
 
 Top-p is asked afterwards whether it keeps the winner. If it does, the winner over a superset lies
 in the subset and so wins there too. If not, all tokens it keeps come before the loser in the order,
