@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashduet.v1.target_pb2 import DecodeOpened, DecodeVerified
 from gateway.answer import Answer
 from gateway.controller import BlockController
-from gateway.draft_client import DraftSession, Proposal
+from gateway.draft_session import DraftSession, Proposal
 from gateway.tally import Phase, Tally
 
 

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from flashduet.errors import Cancelled, FlashduetError, InvalidRequest, Unavailable
 from flashduet.v1 import gateway_pb2 as pb
 from gateway import openai_response
+from gateway.answer_task import AnswerTask
 from gateway.gateway import Gateway
 from gateway.openai_request import ChatCompletionRequest, parse, to_generate
 from gateway.openai_response import ChatCompletionWriter
@@ -27,8 +28,6 @@ from gateway.openai_response import ChatCompletionWriter
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
-# Responses that may wait for a slow client before its request is held up.
-_UNREAD_RESPONSES = 8
 # A comment line that keeps proxies from closing a quiet stream.
 _PING_S = 15
 _REQUEST_ID = "x-request-id"
@@ -165,43 +164,6 @@ class _AnswerStream(EventSourceResponse):
                 yield self._writer.usage(response.complete)
         elif response.chunk.text:
             yield self._writer.text(response.chunk.text, with_usage=self._with_usage)
-
-
-class AnswerTask:
-    """A request's answer, made in a task of its own and read one response at a time.
-
-    The task is the request's one owner from start to end, whoever reads; `close` cancels it.
-    """
-
-    def __init__(self, gateway: Gateway, message: pb.GenerateRequest, traceparent: str) -> None:
-        self._unread: asyncio.Queue[pb.GenerateResponse | Exception | None] = asyncio.Queue(
-            _UNREAD_RESPONSES
-        )
-        self._task = asyncio.create_task(
-            self._run(gateway, message, traceparent), name="http-answer"
-        )
-
-    async def next(self) -> pb.GenerateResponse | None:
-        """The next response; None after the last.
-
-        Raises:
-            FlashduetError: the request failed.
-        """
-        response = await self._unread.get()
-        if isinstance(response, Exception):
-            raise response
-        return response
-
-    def close(self) -> None:
-        """Cancel what is not done yet, and free it."""
-        self._task.cancel()
-
-    async def _run(self, gateway: Gateway, message: pb.GenerateRequest, traceparent: str) -> None:
-        try:
-            await gateway.answer(message, self._unread.put, traceparent=traceparent)
-            await self._unread.put(None)
-        except Exception as failure:
-            await self._unread.put(failure)
 
 
 async def _while_connected(request: Request, work: Awaitable[_T]) -> _T:

@@ -15,7 +15,7 @@ from flashduet import telemetry
 from flashduet.v1.common_pb2 import PhaseTimings, ReasonCount
 from flashduet.v1.gateway_pb2 import PhaseSeconds, SpeculationStats
 from flashduet.v1.target_pb2 import DecodeOpened, DecodeVerified
-from gateway.draft_client import Proposal
+from gateway.draft_session import Proposal
 
 
 class Phase:

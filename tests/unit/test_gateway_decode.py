@@ -14,6 +14,7 @@ from flashduet.errors import Overloaded, Unavailable
 from flashduet.rpc import from_rpc_error
 from flashduet.v1 import draft_pb2, gateway_pb2
 from flashduet.v1.common_pb2 import SamplingParams
+from gateway import draft_link
 from gateway.tokenization import Tokenizer
 from tests.support.tiny import IM_END
 from tests.unit.gateway_support import (
@@ -368,6 +369,24 @@ async def test_a_slow_reader_holds_up_itself_alone_and_loses_no_lease(
         assert answer.token_ids == EXPECTED
         assert answer.stats.drafted_rounds > 0
         await stack.all_free()
+
+
+async def test_a_draft_that_stops_reading_is_cut_off_and_taken_up_again(
+    stack: ToyStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_link, "_MOST_UNSENT", 50)
+    answer = GeneratedAnswer()
+    async for response in stack.stub.Generate(ask(PROMPT)):
+        answer.add(response)
+        if len(answer.token_ids) == 1:
+            (session,) = stack.router.route(drafted=True).draft._link.sessions.values()
+            for _ in range(100):
+                session.heartbeat()
+            await until(lambda: stack.router.route(drafted=True).draft is None)
+    assert answer.token_ids == EXPECTED
+    assert answer.undrafted["draft_lost"] > 10
+    await stack.drafted()
+    assert (await stack.generate(ask(PROMPT))).stats.drafted_rounds > 0
 
 
 # What can go wrong with the target ends the request, and frees the draft.

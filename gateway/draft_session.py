@@ -1,0 +1,193 @@
+"""One request's session on a draft replica.
+
+Nothing here can fail a request: whatever goes wrong with a draft ends as an empty `Proposal` with
+the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashduet.v1 import draft_pb2 as pb
+from flashduet.v1.common_pb2 import PhaseTimings
+
+if TYPE_CHECKING:
+    from gateway.draft_link import DraftLink
+
+_OPEN_BUDGET_S = 0.5
+# The draft answers this much before we stop waiting, so that its own reason still arrives.
+_ANSWER_MARGIN = 0.9
+# After k refusals in a row a session asks again 2^k rounds later, and at most so much later.
+_MOST_SKIPPED_ROUNDS = 64
+# After these the draft's context can never fit the session again.
+_HOPELESS = {
+    pb.REFUSAL_REASON_UNKNOWN_SESSION,
+    pb.REFUSAL_REASON_WRONG_EPOCH,
+    pb.REFUSAL_REASON_BEHIND_CONTEXT,
+    pb.REFUSAL_REASON_UNKNOWN_TARGET,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Draft tokens for the positions after the anchor, or none and why.
+
+    `block_length` is what was asked for; `seconds` the time from asking to having it.
+    """
+
+    token_ids: list[int]
+    undrafted: str = ""
+    block_length: int = 1
+    seconds: float = 0.0
+    timings: PhaseTimings | None = None
+
+
+class DraftSession:
+    """One request's session on one draft replica, over the stream that was up when it opened."""
+
+    def __init__(self, link: DraftLink, session_id: bytes, opening: pb.ProposeOpen) -> None:
+        self._link = link
+        self._id = session_id
+        self._epoch = 0
+        self._opening = opening
+        self._round = 0
+        self._asked_at = 0.0
+        self._answer: asyncio.Future[pb.ProposeResponse | None] | None = None
+        self._refusals = 0
+        self._refusal = ""
+        self._ask_again_at_round = 0
+        # Why no more proposals will come; empty while they may.
+        self.lost = ""
+
+    @property
+    def instance_id(self) -> bytes:
+        return self._link.info.instance_id
+
+    async def open(self, traceparent: str) -> bool:
+        """Whether the draft took the session; it must have before the target sends features."""
+        if not self._link.alive or self._link.stalled:
+            self.lost = "draft_stalled" if self._link.alive else "draft_lost"
+            return False
+        self._link.sessions[self._id] = self
+        answer = await self._ask(
+            pb.ProposeRequest(traceparent=traceparent, open=self._opening), _OPEN_BUDGET_S
+        )
+        if answer is None:
+            self._link.stalled = True
+            self.lose(self.lost or "open_late")
+        elif answer.HasField("refused"):
+            self.lose("open_" + _reason(answer.refused.reason))
+        return not self.lost
+
+    def unavailable(self, round_: int) -> str:
+        """Why no proposal can be asked for in this round; empty when one can."""
+        if self.lost:
+            return self.lost
+        if self._link.budget.resting:
+            return "resting"
+        return self._refusal if round_ < self._ask_again_at_round else ""
+
+    async def propose(
+        self, round_: int, committed_length: int, anchor: int, block_length: int, traceparent: str
+    ) -> Proposal:
+        """Draft tokens for the block after `anchor`, within the replica's budget.
+
+        Args:
+            round_: counts the request's rounds from 1, one for which it is not `unavailable`; an
+                answer to another round is dropped.
+            committed_length: tokens committed, the anchor included.
+            anchor: id of the last committed token.
+            block_length: anchor + draft tokens wanted, at least 2.
+            traceparent: of the span that waits.
+        """
+        budget = self._link.budget
+        self._round = round_
+        block = pb.ProposeBlock(
+            round=round_,
+            committed_length=committed_length,
+            anchor_token_id=anchor,
+            block_length=block_length,
+            budget_us=int(budget.seconds * _ANSWER_MARGIN * 1e6),
+        )
+        answer = await self._ask(
+            pb.ProposeRequest(traceparent=traceparent, block=block), budget.seconds
+        )
+        seconds = time.perf_counter() - self._asked_at
+        if answer is None:
+            return Proposal([], self._miss(round_))
+        if answer.HasField("refused"):
+            return Proposal([], self._refused(round_, answer.refused.reason))
+        budget.hit(seconds)
+        self._refusals = 0
+        proposal = answer.proposal
+        drafts = list(proposal.token_ids[: block_length - 1])
+        if not self._link.valid(drafts):
+            return Proposal([], "bad_proposal")
+        return Proposal(
+            drafts, "" if drafts else "empty_proposal", block_length, seconds, proposal.timings
+        )
+
+    def close(self) -> None:
+        """Free the session there; safe at any time, also twice."""
+        if self._link.sessions.pop(self._id, None) is not None:
+            self._link.send(self._message(pb.ProposeRequest(close=pb.ProposeClose())))
+
+    def lose(self, reason: str) -> None:
+        """No more proposals for this session: free it there and let a waiting round go on."""
+        self.lost = self.lost or reason
+        self.close()
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(None)
+
+    def heartbeat(self) -> None:
+        self._link.send(self._message(pb.ProposeRequest(heartbeat=pb.ProposeHeartbeat())))
+
+    def receive(self, response: pb.ProposeResponse) -> None:
+        """Hand an answer to whoever waits for it; late and foreign ones are dropped."""
+        kind = response.WhichOneof("message")
+        if response.epoch != self._epoch or kind not in ("opened", "proposal", "refused"):
+            return
+        round_ = 0 if kind == "opened" else getattr(response, kind).round
+        if round_ == self._round and self._answer is not None and not self._answer.done():
+            self._answer.set_result(response)
+        elif kind == "proposal" and round_ == self._round:
+            self._link.budget.late(time.perf_counter() - self._asked_at)
+
+    async def _ask(self, message: pb.ProposeRequest, budget_s: float) -> pb.ProposeResponse | None:
+        """The answer, or None when the budget is over or the stream broke."""
+        self._asked_at = time.perf_counter()
+        self._answer = asyncio.get_running_loop().create_future()
+        self._link.send(self._message(message))
+        try:
+            async with asyncio.timeout(budget_s):
+                return await self._answer
+        except TimeoutError:
+            return None
+
+    def _miss(self, round_: int) -> str:
+        if self.lost:
+            return self.lost
+        self._link.budget.missed()
+        self._link.send(self._message(pb.ProposeRequest(cancel=pb.ProposeCancel(round=round_))))
+        return "late"
+
+    def _refused(self, round_: int, reason: pb.RefusalReason) -> str:
+        self._refusal = _reason(reason)
+        if reason in _HOPELESS:
+            self.lose(self._refusal)
+        else:
+            self._refusals += 1
+            self._ask_again_at_round = round_ + min(2**self._refusals, _MOST_SKIPPED_ROUNDS)
+        return self._refusal
+
+    def _message(self, message: pb.ProposeRequest) -> pb.ProposeRequest:
+        message.session_id = self._id
+        message.epoch = self._epoch
+        return message
+
+
+def _reason(reason: pb.RefusalReason) -> str:
+    return pb.RefusalReason.Name(reason).removeprefix("REFUSAL_REASON_").lower()
