@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 from rich.progress import (
@@ -14,7 +15,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from flashduet.models import resolve_model
+from flashduet.models import DEFAULT_NAMES, resolve_model
 from flashduet_cli.console import err, note
 
 
@@ -35,12 +36,16 @@ def pull(reference: str) -> Path:
         transient=True,
     )
     tasks: dict[str, TaskID] = {}
+    if reference.lower() in DEFAULT_NAMES or reference.endswith(".gguf"):
+        # Transformers would draw its own bar over this one while it converts.
+        os.environ.setdefault("TQDM_DISABLE", "1")
 
     def show(stage: str, done: int, total: int) -> None:
         if stage not in tasks:
-            if not err.is_terminal and total > 0:
+            if err.is_terminal:
+                bar.start()
+            elif stage != "checking":
                 note(f"{reference}: {stage} ({total / 1e6:.0f} MB)")
-            bar.start()
             tasks[stage] = bar.add_task(f"{reference}: {stage}", total=total or None)
         bar.update(tasks[stage], completed=done, refresh=True)
 

@@ -131,6 +131,8 @@ def service_environment(
         "OMP_WAIT_POLICY": "PASSIVE",
         "KMP_BLOCKTIME": "0",
         "TOKENIZERS_PARALLELISM": "false",
+        # Bars are for terminals; here every redraw would be a line of the log.
+        "TQDM_DISABLE": "1",
     }
     chosen: dict[str, str | None] = {listen_variable(name): addresses.of(name)}
     if name == "target":
