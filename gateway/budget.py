@@ -30,9 +30,9 @@ class LatencyBudget:
     """The budget of one draft replica's proposals, shared by all sessions on it.
 
     Before anything is measured the budget is the ceiling. After a few misses in a row the replica
-    rests: rounds go on plainly without waiting, and when the rest is over the next proposal tries
-    again. Rests double while it keeps missing and end with the first answer in time, so that
-    neither a slow moment nor a stalled draft decides for good.
+    rests: rounds go on plainly without waiting, and when the rest is over one proposal of one
+    session tries again. Rests double while it keeps missing and end with the first answer in time,
+    so that neither a slow moment nor a stalled draft decides for good.
     """
 
     def __init__(self, limits: BudgetLimits, clock: Callable[[], float]) -> None:
@@ -48,9 +48,15 @@ class LatencyBudget:
     def resting(self) -> bool:
         return self._clock() < self._rests_until
 
+    def asked(self) -> None:
+        """A proposal is asked for; after a rest, all others wait for how this one goes."""
+        if self._misses >= _MISSES_BEFORE_REST:
+            self._rests_until = self._clock() + self.seconds
+
     def hit(self, latency_s: float) -> None:
         """An answer came within the budget."""
         self._misses = 0
+        self._rests_until = float("-inf")
         self._rest_s = _SHORTEST_REST_S
         self._record(latency_s)
 

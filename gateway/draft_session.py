@@ -104,6 +104,7 @@ class DraftSession:
             traceparent: of the span that waits.
         """
         budget = self._link.budget
+        budget.asked()
         self._round = round_
         block = pb.ProposeBlock(
             round=round_,

@@ -27,7 +27,7 @@ from gateway.openai_response import ChatCompletionWriter
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 * 1024 * 1024
+MAX_BODY_BYTES = 16 * 1024 * 1024
 # A comment line that keeps proxies from closing a quiet stream.
 _PING_S = 15
 _REQUEST_ID = "x-request-id"

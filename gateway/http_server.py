@@ -28,6 +28,7 @@ class HttpServer:
         config = uvicorn.Config(
             app,
             log_config=None,
+            log_level="warning",
             access_log=False,
             lifespan="off",
             ws="none",

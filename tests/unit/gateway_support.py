@@ -19,7 +19,7 @@ from pathlib import Path
 import grpc.aio
 
 from flashduet import rpc
-from flashduet.errors import FlashduetError
+from flashduet.errors import FlashduetError, InvalidRequest
 from flashduet.v1 import draft_pb2, gateway_pb2, target_pb2
 from flashduet.v1.common_pb2 import ModelFacts, PhaseTimings, SamplingParams
 from flashduet.v1.draft_pb2_grpc import DraftServiceServicer, add_DraftServiceServicer_to_server
@@ -173,6 +173,8 @@ class ToyTarget(TargetServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> target_pb2.DecodeResponse:
         assert verify.base == len(session.ids) - 1, "base must be the anchor's position"
+        if verify.token_ids and max(verify.token_ids) >= VOCAB_SIZE:
+            await rpc.abort(context, InvalidRequest("token_ids", "an id", "outside the vocabulary"))
         self.verified_lengths.append(len(verify.token_ids) + 1)
         await asyncio.sleep(self.verify_delay_s)
         if self.dies_at is not None and verify.round >= self.dies_at:

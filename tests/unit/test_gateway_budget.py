@@ -76,6 +76,20 @@ def test_a_draft_that_keeps_missing_rests_longer_and_longer_and_comes_back(clock
     assert not budget.resting
 
 
+def test_after_a_rest_one_proposal_tries_for_all(clock: Clock) -> None:
+    budget = LatencyBudget(LIMITS, clock)
+    for _ in range(3):
+        budget.missed()
+    clock.now += 1
+    assert not budget.resting
+    budget.asked()
+    assert budget.resting, "the others do not wait for a draft that may be stuck"
+    budget.hit(0.01)
+    assert not budget.resting
+    budget.asked()
+    assert not budget.resting
+
+
 def test_a_draft_that_became_slower_is_waited_for_longer(clock: Clock) -> None:
     budget = LatencyBudget(LIMITS, clock)
     for _ in range(200):

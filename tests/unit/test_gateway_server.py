@@ -180,6 +180,29 @@ async def test_a_cancelled_request_frees_everything_at_once(
         assert (counts.cancelled_requests, counts.failed_requests) == (1, 0)
 
 
+@pytest.mark.parametrize("how", ["cancel", "deadline"])
+async def test_a_request_can_end_while_it_is_admitted(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    admitting = asyncio.Event()
+
+    async def slow_encode(text: str) -> list[int]:
+        admitting.set()
+        await asyncio.sleep(10)
+        return [1]
+
+    monkeypatch.setattr(tokenizer, "encode_text", slow_encode)
+    async with toy_stack(tokenizer) as stack:
+        call = stack.stub.Generate(ask("hello"), timeout=0.3 if how == "deadline" else None)
+        reading = asyncio.create_task(call.read())
+        await admitting.wait()
+        if how == "cancel":
+            call.cancel()
+        await stack.all_free(timeout_s=1.0)
+        assert not stack.target.openings
+        await asyncio.gather(reading, return_exceptions=True)
+
+
 async def test_a_request_that_is_cancelled_while_its_reader_does_not_read(
     stack: ToyStack,
 ) -> None:
