@@ -146,6 +146,17 @@ async def test_packets_that_are_no_offer_are_refused_and_their_descriptors_close
     sender.close()
 
 
+async def test_a_ring_of_a_transport_that_is_not_offered_is_refused(
+    draft: Receivers, folder: Path, instance: bytes
+) -> None:
+    draft.offers = [pb.TRANSPORT_CUDA_IPC]
+    sender = MemfdSender(SIZE, CPU)
+    with pytest.raises(TransportError, match="refused the ring"):
+        await hand_over(folder, instance, RingOffer(MEMFD, bytes(16), SIZE), [sender.descriptor])
+    assert draft.rings == 0
+    sender.close()
+
+
 async def test_an_unsealed_memfd_is_refused(
     draft: Receivers, folder: Path, instance: bytes
 ) -> None:
