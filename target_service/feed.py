@@ -6,6 +6,7 @@ import logging
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from flashduet.transport.negotiation import transport_name
 from target_service.drops import SEND_FAILED
 from target_service.session import ContextRows
 
@@ -45,6 +46,11 @@ class SessionFeed:
     @property
     def drafting(self) -> bool:
         return self._state is FeedState.DRAFTING
+
+    @property
+    def transport(self) -> str:
+        """Name of the way that the features take, for spans."""
+        return transport_name(self._stream.sender.transport)
 
     @property
     def layer_ids(self) -> tuple[int, ...]:

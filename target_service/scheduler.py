@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from flashduet.errors import FlashduetError, Unavailable
 from target_service.engine import Engine
 from target_service.job import FeatureFeed, Job, Outcome, PrefillJob, RoundJob
@@ -94,6 +96,8 @@ class Scheduler:
                 self._queue.remove(job)
 
     def _run(self) -> None:
+        # How many threads compute is a thread's own setting: take over the process's.
+        torch.set_num_threads(torch.get_num_threads())
         # An idle thread must not hold a session by a variable, so a step is a call of its own.
         while self._run_step():
             pass

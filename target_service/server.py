@@ -156,6 +156,7 @@ class _Decode:
             "session": session.session_id.hex(),
             "epoch": session.epoch,
             "tokens": session.committed_length,
+            "transport": feed.transport if feed is not None else "none",
         }
         with MessageSpan("target.prefill", request.traceparent, attributes) as span:
             outcome = await self._service.scheduler.prefill(session, feed, span.traceparent)
@@ -182,6 +183,7 @@ class _Decode:
             "round": message.round,
             "base": message.base,
             "tokens": len(message.token_ids),
+            "transport": feed.transport if feed is not None else "none",
         }
         with MessageSpan("target.verify", request.traceparent, attributes) as span:
             outcome = await self._service.scheduler.verify(

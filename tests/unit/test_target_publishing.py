@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashduet.errors import ConfigurationError
 from flashduet.v1 import common_pb2
+from target_service.service import TargetService
+from target_service.settings import TargetSettings
 from tests.unit.target_server_support import (
     IngestPeer,
     RunningTarget,
@@ -215,6 +218,12 @@ async def test_a_draft_for_another_target_is_named_and_left_alone(
         stream = running.decode()
         assert not (await stream.open(prompt(5), draft_instance_id=peer.instance_id)).drafting
         await stream.close()
+
+
+def test_a_transport_that_cannot_be_had_is_an_error_at_start(tiny: TinyTarget) -> None:
+    settings = TargetSettings(transport="cuda_ipc", drafts="127.0.0.1:1")
+    with pytest.raises(ConfigurationError, match="cuda_ipc cannot be had"):
+        TargetService.start(settings, tiny.target, tiny.engine)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "verify"])
