@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashduet.sampling.params import Sampling
+from target_service.engine import Engine
 from target_service.session import PrefillChunk, StepFailure, StepResult, VerifyBlock
 from tests.unit.target_support import (
     FAMILIES,
@@ -122,7 +123,7 @@ def test_a_state_before_the_final_norm_would_be_noticed(tiny: TinyTarget) -> Non
 
 
 def test_hooks_exist_only_where_a_session_asked(llama: TinyTarget) -> None:
-    engine = load_engine_again(llama)
+    engine = Engine(llama.target)
     assert engine.features.hooked_layer_ids == frozenset()
     prefill(engine, llama.session(prompt(5)))
     assert engine.features.hooked_layer_ids == frozenset()
@@ -211,9 +212,3 @@ def test_every_draft_right_gives_the_bonus_too(llama: TinyTarget) -> None:
     result = run_one(llama.engine, VerifyBlock(session, 15, truth[1:8]))
     assert (result.accepted, list(result.committed)) == (7, truth[1:9])
     assert session.cache.length == session.committed_length - 1
-
-
-def load_engine_again(tiny: TinyTarget):  # type: ignore[no-untyped-def]
-    from target_service.engine import Engine
-
-    return Engine(tiny.target)
