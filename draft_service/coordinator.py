@@ -283,8 +283,8 @@ class Coordinator:
             outcome: BlockDrafted | ProposalRefused = await self._drafted(session, request)
         except ProposalRefused as refused:
             outcome = refused
-        except RuntimeError as error:
-            log.error("a proposal failed: %s", error)
+        except Exception:  # whatever it is, the gateway gets its answer
+            log.exception("a proposal failed")
             outcome = session.refusal("INTERNAL", "the drafter failed; see the service's log")
         session.proposing = session.answer = None
         answer(outcome)

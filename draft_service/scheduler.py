@@ -131,14 +131,16 @@ class Scheduler:
         # The thread that computes must ask for its threads itself: the setting is a thread's own.
         if self._threads:
             torch.set_num_threads(self._threads)
-        while True:
-            with self._lock:
-                while not (self._stopping or self._ingests or self._proposals):
-                    self._lock.wait()
-                if self._stopping:
-                    return
-                step = self._next_step()
+        while (step := self._wait()) is not None:
             self._do(step)
+            del step  # an idle thread must not keep a closed session's memory
+
+    def _wait(self) -> _Step | None:
+        """The next step, as soon as there is work; None when it is time to end."""
+        with self._lock:
+            while not (self._stopping or self._ingests or self._proposals):
+                self._lock.wait()
+            return None if self._stopping else self._next_step()
 
     def _next_step(self) -> _Step:
         """Policy: the proposals, what their contexts still lack, and a portion of other rows."""

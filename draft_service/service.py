@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable
 
 from draft_service.coordinator import Coordinator, Limits
@@ -58,7 +60,7 @@ class DraftService:
         """
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self._servicer, self._server.grpc)
         await self._server.start(self._settings.listen)
-        drafter = await asyncio.to_thread(self._loader, self._settings)
+        drafter = await self._load()
         self._servicer.loaded = await self._assemble(drafter)
         await self._server.serving()
         log.info("serving drafter %s on port %d", drafter.name, self.port)
@@ -69,6 +71,34 @@ class DraftService:
         if loaded := self._servicer.loaded:
             await loaded.coordinator.stop()
             await loaded.receivers.close()
+
+    async def _load(self) -> LoadedDrafter:
+        """Load beside the event loop, which answers health checks meanwhile.
+
+        In a daemon thread: a process that is told to stop must not wait for a download.
+        """
+        loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[LoadedDrafter] = loop.create_future()
+
+        def settle(drafter: LoadedDrafter | None, error: BaseException | None) -> None:
+            if loaded.done():
+                return
+            if error is not None:
+                loaded.set_exception(error)
+            elif drafter is not None:
+                loaded.set_result(drafter)
+
+        def work() -> None:
+            drafter, error = None, None
+            try:
+                drafter = self._loader(self._settings)
+            except Exception as raised:
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(settle, drafter, error)
+
+        threading.Thread(target=work, name="draft-loader", daemon=True).start()
+        return await loaded
 
     async def _assemble(self, drafter: LoadedDrafter) -> LoadedService:
         settings, engine = self._settings, drafter.engine

@@ -17,6 +17,7 @@ from draft_service.engine import Engine
 from draft_service.network import KeysValues
 from draft_service.scheduler import ROWS_A_STEP, ROWS_BESIDE_PROPOSALS, Scheduler
 from draft_service.work import IngestWork, ProposeWork, RewindWork, StepResult
+from flashduet.sampling.choose import choose_drafts
 from flashduet.sampling.params import Sampling
 from tests.unit.drafting import Sequence, engine_of, features_for, until
 
@@ -142,6 +143,20 @@ def test_a_proposal_over_other_rows_is_not_drafted(engine: Engine) -> None:
     result = engine.step([], [replace(right, anchor_position=5), right])
     assert result.drafts[0] is None
     assert result.drafts[1] is not None
+
+
+def test_slot_j_is_chosen_with_the_noise_of_its_own_position(engine: Engine) -> None:
+    """The target chooses position a+j with the noise of a+j, so must the drafter."""
+    sequence, sampling = Sequence.of(engine, 12), Sampling(temperature=2.0, top_k=50, seed=3)
+    work = replace(sequence.proposal(5, 8, sampling), choice=2)
+    expected = choose_drafts(engine.draft_logits([work]), 12 + 1, sampling, choice=2)
+    other = sequence.proposal(6, 4)  # greedy, in the same step
+    drafts = engine.step([], [other, work]).drafts
+    assert drafts[1] is not None
+    assert drafts[1].token_ids == expected.tokens
+    assert drafts[1].confidence == pytest.approx(expected.confidence, abs=1e-5)
+    assert drafts[0] is not None
+    assert drafts[0].token_ids == engine.draft_logits([other]).argmax(-1).tolist()
 
 
 def test_an_empty_context_drafts(engine: Engine) -> None:

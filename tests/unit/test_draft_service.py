@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import socket
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +25,18 @@ from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
 from draft_service.work import IngestWork, ProposeWork, StepResult
 from flashduet import models, rpc
-from flashduet.errors import Conflict, FlashduetError, InvalidRequest, Unavailable
+from flashduet.errors import (
+    ConfigurationError,
+    Conflict,
+    FlashduetError,
+    InvalidRequest,
+    Unavailable,
+)
 from flashduet.sampling.params import Sampling
 from flashduet.v1 import common_pb2 as pb
 from flashduet.v1 import draft_pb2 as dp
 from flashduet.v1 import draft_pb2_grpc
-from tests.support.tiny import MASK
+from tests.support.tiny import MASK, tiny_target
 from tests.unit.draft_peers import GatewayPeer, TargetPeer
 from tests.unit.drafting import engine_of, features_for, until
 
@@ -343,6 +352,23 @@ async def test_a_rewind_ends_the_proposal_under_way(running: Running) -> None:
     assert list(answer.proposal.token_ids) == running.drafts(features[:8], 5, 8)
 
 
+async def test_a_closed_sessions_memory_is_given_back_while_the_engine_idles(
+    running: Running,
+) -> None:
+    target, gateway, session = await running.target(), running.gateway(), new_id()
+    await gateway.open(session, target)
+    await target.chunk(session, 0, running.features(8))
+    await gateway.propose(session, 9)
+    assert running.service.loaded is not None
+    held = running.service.loaded.coordinator.sessions.all()[0].context
+    buffers = [weakref.ref(held), *(weakref.ref(part) for part in (held._keys, held._values))]
+    del held
+    await gateway.send(session, close=dp.ProposeClose())
+    await gateway.receive()
+    gc.collect()
+    await until(lambda: all(ref() is None for ref in buffers), 2.0)
+
+
 async def test_closing_takes_the_sessions_work_out_of_the_queue(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,6 +394,29 @@ async def test_closing_takes_the_sessions_work_out_of_the_queue(
     may_go.set()
     assert (await gateway.propose(busy, 4)).HasField("proposal")
     assert steps == [[3], []]
+
+
+async def test_a_busy_engine_costs_a_proposal_its_budget_and_no_more(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, gateway, session = await running.target(), running.gateway(), new_id()
+    await gateway.open(session, target)
+    may_go = threading.Event()
+    whole = Engine.step
+
+    def slow(self: Engine, ingests: list[IngestWork], proposals: list[ProposeWork]) -> StepResult:
+        assert may_go.wait(10)
+        return whole(self, ingests, proposals)
+
+    monkeypatch.setattr(Engine, "step", slow)
+    await target.chunk(session, 0, running.features(8))
+    answer = await gateway.propose(session, 9, round=1, budget_s=0.1)
+    assert refusal(answer) == "CONTEXT_LATE"
+    assert (await running.load()).queued_proposals == 0
+    may_go.set()
+    answer = await gateway.propose(session, 9, round=2)
+    assert answer.proposal.round == 2
+    assert (await running.load()).proposals == 1
 
 
 async def test_a_cancelled_proposal_is_not_answered(running: Running) -> None:
@@ -681,6 +730,55 @@ async def test_not_serving_and_unavailable_until_warmed_up(
         for name in names:
             assert await status(name) == health_pb2.HealthCheckResponse.SERVING
     await service.stop()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"device": "cuda:7"}, "FLASHDUET_DRAFT_DEVICE: 'cuda:7' asked for"),
+        ({"device": "toaster"}, "FLASHDUET_DRAFT_DEVICE: 'toaster' is no device"),
+        ({"target_model": "{deeper}"}, "number of layers: the drafter expects 4, the target has 5"),
+        ({"model": "{target}"}, "expected DFlashDraftModel, found LlamaForCausalLM"),
+        ({"listen": "{taken}"}, "cannot listen on"),
+        ({"transports": "cuda_ipc"}, "cuda_ipc cannot be had"),
+    ],
+)
+async def test_what_cannot_be_had_is_an_error_at_start(
+    tiny_models: Path, tmp_path: Path, changes: dict[str, str], words: str
+) -> None:
+    deeper = tiny_target(tmp_path / "deeper", "llama", num_hidden_layers=5)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        places = {
+            "deeper": str(deeper),
+            "target": str(tiny_models / "target"),
+            "taken": f"127.0.0.1:{taken.getsockname()[1]}",
+        }
+        settings = {"model": str(tiny_models / "drafter"), "target_model": places["target"]}
+        settings |= {name: value.format(**places) for name, value in changes.items()}
+        service = DraftService(settings_for(tmp_path, **settings))
+        with pytest.raises((ConfigurationError, Conflict)) as caught:
+            await service.start()
+        await service.stop()
+    assert words in str(caught.value)
+
+
+async def test_a_service_that_is_told_to_end_does_not_wait_for_its_weights(
+    tmp_path: Path,
+) -> None:
+    may_end = threading.Event()
+
+    def endless(settings: DraftSettings) -> LoadedDrafter:
+        may_end.wait(30)
+        raise ConfigurationError("never loaded")
+
+    service = DraftService(settings_for(tmp_path), endless)
+    starting = asyncio.create_task(service.start())
+    await until(lambda: service.port > 0)
+    starting.cancel()
+    await asyncio.wait([starting], timeout=2)
+    assert starting.cancelled()
+    await asyncio.wait_for(service.stop(), 2)
+    may_end.set()
 
 
 def test_the_shipped_drafter_is_a_valid_checkpoint() -> None:

@@ -1,0 +1,82 @@
+"""`python -m draft_service` as a process: it serves, ends when told, and says what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashduet import rpc
+from flashduet.v1 import draft_pb2 as dp
+from flashduet.v1 import draft_pb2_grpc
+
+SECONDS = 90.0
+
+
+def start(models: Path, sockets: Path, **changes: str) -> subprocess.Popen[str]:
+    settings = {
+        "LISTEN": "127.0.0.1:0",
+        "MODEL": str(models / "drafter"),
+        "TARGET_MODEL": str(models / "target"),
+        "SOCKET_DIR": str(sockets),
+        "DEVICE": "cpu",
+        "THREADS": "1",
+        "SHUTDOWN_GRACE_S": "0.5",
+    }
+    environment = {f"FLASHDUET_DRAFT_{name}": value for name, value in (settings | changes).items()}
+    return subprocess.Popen(
+        [sys.executable, "-m", "draft_service"],
+        env=os.environ | environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_line(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
+    """The first line of stderr that matches; fails when the process ends before."""
+    assert process.stderr is not None
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if match := re.search(pattern, line):
+            return match
+    raise AssertionError("".join(seen))
+
+
+@pytest.mark.timeout(120)
+async def test_it_serves_until_it_is_told_to_end(tiny_models: Path, tmp_path: Path) -> None:
+    process = start(tiny_models, tmp_path / "sockets")
+    try:
+        line = await asyncio.to_thread(
+            wait_for_line, process, r"serving drafter drafter on port (\d+)"
+        )
+        assert len(list((tmp_path / "sockets").iterdir())) == 1
+        async with rpc.open_channel(f"127.0.0.1:{line[1]}") as channel:
+            stub = draft_pb2_grpc.DraftServiceStub(channel)
+            load = await stub.GetLoad(dp.DraftServiceGetLoadRequest(), timeout=10)
+            assert (load.sessions, load.max_sessions) == (0, 32)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, SECONDS) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert list((tmp_path / "sockets").iterdir()) == []
+
+
+@pytest.mark.timeout(120)
+def test_a_wrong_setting_ends_it_with_the_fix(tiny_models: Path, tmp_path: Path) -> None:
+    process = start(tiny_models, tmp_path / "sockets", LEASE_S="-1")
+    try:
+        _, errors = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1
+    assert "FLASHDUET_DRAFT_LEASE_S" in errors
+    assert "Traceback" not in errors
