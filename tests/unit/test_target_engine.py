@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from flashduet.sampling.choose import choose_tokens
 from flashduet.sampling.params import Sampling
 from target_service.engine import Engine
 from target_service.session import PrefillChunk, StepFailure, StepResult, VerifyBlock
@@ -152,6 +153,20 @@ def test_sampled_tokens_do_not_depend_on_blocks_or_chunks(llama: TinyTarget) -> 
     while other.committed_length < 70:
         run_one(llama.engine, VerifyBlock(other, other.anchor_position, []))
     assert other.token_ids[:70] != answers[0]
+
+
+def test_noise_belongs_to_the_position_of_the_token_chosen(llama: TinyTarget) -> None:
+    """First token for position P, row i of a block for base + i + 1: by the sampler itself."""
+    sampling = Sampling(temperature=1.2, seed=5)
+    tokens = prompt(20, seed=8)
+    session = llama.session(tokens, sampling=sampling, choice=1)
+    prefill(llama.engine, session, chunk=6)
+    while session.committed_length < 40:
+        run_one(llama.engine, VerifyBlock(session, session.anchor_position, [7, 8]))
+    logits = llama.reference(session.token_ids).logits[0]
+    for position in range(20, session.committed_length):
+        row = logits[position - 1 : position]
+        assert choose_tokens(row, position, sampling, 1).tokens == [session.token_ids[position]]
 
 
 def test_sessions_in_one_step_do_not_touch_each_other(llama: TinyTarget) -> None:
