@@ -158,7 +158,8 @@ class _ProgressBar:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+        if err.is_terminal:
+            self._progress.stop()
 
 
 def _block_lengths(value: str) -> list[int]:

@@ -11,6 +11,7 @@ from flashduet_cli.check import check_app
 from flashduet_cli.doctor import doctor
 from flashduet_cli.generate import generate
 from flashduet_cli.models_command import models_app
+from flashduet_cli.trace_command import trace_app
 from flashduet_cli.up import up
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app.command()(generate)
 app.command()(doctor)
 app.add_typer(models_app, name="models")
 app.add_typer(check_app, name="check")
+app.add_typer(trace_app, name="trace")
 
 
 def _print_version(wanted: bool) -> None:

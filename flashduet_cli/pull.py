@@ -52,7 +52,8 @@ def pull(reference: str) -> Path:
     try:
         return resolve_model(reference, progress=show)
     finally:
-        bar.stop()
+        if err.is_terminal:
+            bar.stop()
 
 
 async def pull_in_thread(reference: str) -> Path:
