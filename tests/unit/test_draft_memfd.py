@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,20 @@ from tests.unit.test_draft_service import Running, settings_for
 
 
 @pytest.fixture
-async def running(tiny_models: Path, tmp_path: Path) -> AsyncIterator[Running]:
+def sockets() -> Iterator[Path]:
+    """A folder whose name leaves room for a Unix socket's: pytest's own are too long."""
+    with tempfile.TemporaryDirectory(prefix="fd") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+async def running(tiny_models: Path, tmp_path: Path, sockets: Path) -> AsyncIterator[Running]:
     settings = settings_for(
         tmp_path,
         model=str(tiny_models / "drafter"),
         target_model=str(tiny_models / "target"),
         transports="memfd",
+        socket_dir=sockets,
     )
     service = DraftService(settings)
     await service.start()
@@ -38,12 +47,12 @@ async def running(tiny_models: Path, tmp_path: Path) -> AsyncIterator[Running]:
     await service.stop()
 
 
-async def test_a_ring_is_read_acknowledged_and_given_back(running: Running, tmp_path: Path) -> None:
+async def test_a_ring_is_read_acknowledged_and_given_back(running: Running, sockets: Path) -> None:
     target, gateway = TargetPeer(running.channel, running.facts), running.gateway()
     await target.send(target.hello(offers=[pb.TRANSPORT_MEMFD, pb.TRANSPORT_INLINE]))
     welcome = (await target.receive()).welcome
     assert list(welcome.accepted) == [pb.TRANSPORT_MEMFD]
-    options = TransportOptions("memfd", "cpu", tmp_path / "sockets", ring_bytes=1 << 20)
+    options = TransportOptions("memfd", "cpu", sockets, ring_bytes=1 << 20)
     sender, attach = await open_sender(welcome.accepted, welcome.draft_instance_id, options)
     await target.send(dp.IngestRequest(attach=attach))
     assert (await target.receive()).attached.transport == pb.TRANSPORT_MEMFD
@@ -72,13 +81,13 @@ async def test_a_ring_is_read_acknowledged_and_given_back(running: Running, tmp_
     await running.emptied()
 
 
-async def test_no_descriptor_is_left_after_many_streams(running: Running, tmp_path: Path) -> None:
+async def test_no_descriptor_is_left_after_many_streams(running: Running, sockets: Path) -> None:
 
     async def one_stream() -> None:
         target = TargetPeer(running.channel, running.facts)
         await target.send(target.hello(offers=[pb.TRANSPORT_MEMFD]))
         welcome = (await target.receive()).welcome
-        options = TransportOptions("memfd", "cpu", tmp_path / "sockets", ring_bytes=1 << 20)
+        options = TransportOptions("memfd", "cpu", sockets, ring_bytes=1 << 20)
         sender, attach = await open_sender(welcome.accepted, welcome.draft_instance_id, options)
         await target.send(dp.IngestRequest(attach=attach))
         await target.receive()

@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,13 @@ from flashduet.v1 import draft_pb2 as dp
 from flashduet.v1 import draft_pb2_grpc
 
 SECONDS = 90.0
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    """A folder whose name leaves room for a Unix socket's: pytest's own are too long."""
+    with tempfile.TemporaryDirectory(prefix="fd") as folder:
+        yield Path(folder)
 
 
 def start(models: Path, sockets: Path, **changes: str) -> subprocess.Popen[str]:
@@ -50,13 +59,13 @@ def wait_for_line(process: subprocess.Popen[str], pattern: str) -> re.Match[str]
 
 
 @pytest.mark.timeout(120)
-async def test_it_serves_until_it_is_told_to_end(tiny_models: Path, tmp_path: Path) -> None:
-    process = start(tiny_models, tmp_path / "sockets")
+async def test_it_serves_until_it_is_told_to_end(tiny_models: Path, sockets: Path) -> None:
+    process = start(tiny_models, sockets)
     try:
         line = await asyncio.to_thread(
             wait_for_line, process, r"serving drafter drafter on port (\d+)"
         )
-        assert len(list((tmp_path / "sockets").iterdir())) == 1
+        assert len(list(sockets.iterdir())) == 1
         async with rpc.open_channel(f"127.0.0.1:{line[1]}") as channel:
             stub = draft_pb2_grpc.DraftServiceStub(channel)
             load = await stub.GetLoad(dp.DraftServiceGetLoadRequest(), timeout=10)
@@ -66,12 +75,12 @@ async def test_it_serves_until_it_is_told_to_end(tiny_models: Path, tmp_path: Pa
     finally:
         process.kill()
         process.wait()
-    assert list((tmp_path / "sockets").iterdir()) == []
+    assert list(sockets.iterdir()) == []
 
 
 @pytest.mark.timeout(120)
-def test_a_wrong_setting_ends_it_with_the_fix(tiny_models: Path, tmp_path: Path) -> None:
-    process = start(tiny_models, tmp_path / "sockets", LEASE_S="-1")
+def test_a_wrong_setting_ends_it_with_the_fix(tiny_models: Path, sockets: Path) -> None:
+    process = start(tiny_models, sockets, LEASE_S="-1")
     try:
         _, errors = process.communicate(timeout=SECONDS)
     finally:
