@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install -qq --constraint requirements.lock
 
 DEMO_PROMPT := A train leaves at 9:40 and arrives at 12:05. How long is the ride? Explain step by step.
 DEMO_TOKENS := 128
@@ -23,10 +24,11 @@ setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is %s; set PYTHON=" % sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[dev]'
-	# The official DFlash code is the oracle of a test; its own dependencies are not wanted.
-	$(BIN)/python -m pip install --quiet --no-deps --constraint requirements.lock dflash
+	@echo "installing into $(VENV), which takes a few minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) --editable '.[dev]'
+	@# The official DFlash code is the oracle of a test; its own dependencies are not wanted.
+	@$(PIP_INSTALL) --no-deps dflash
 	@touch $@
 
 demo: setup

@@ -14,7 +14,9 @@ from flashduet_cli.console import COLOURS, fail, note, out
 from flashduet_cli.trace_files import Span, Trace, read_traces
 
 SHOWN_ATTRIBUTES = ("round", "base", "rows", "tokens", "accepted", "transport")
-BAR_WIDTH = 24
+BAR_WIDTH = 16
+# Without a terminal nothing needs to be cut.
+FILE_WIDTH = 160
 
 trace_app = typer.Typer(no_args_is_help=True, help="Look at traces.")
 
@@ -43,7 +45,8 @@ def show(
         fail(f"no trace begins with {trace_id}; there are {len(traces)} in {place}")
     if len(chosen) > 1:
         note(f"the last of {len(chosen)} traces")
-    out.print(tree(chosen[-1], rounds or None), soft_wrap=True)
+    width = None if out.is_terminal else FILE_WIDTH
+    out.print(tree(chosen[-1], rounds or None), width=width)
 
 
 def tree(trace: Trace, rounds: int | None) -> Tree:
