@@ -11,80 +11,16 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 
-from opentelemetry.context import Context
-from torch import Tensor
-
+from draft_service.messages import Answer, BlockDrafted, BlockRequest, ChunkArrived, Limits
 from draft_service.refusals import ChunkRefused, ProposalRefused, ReasonCounter
 from draft_service.scheduler import Drafted, Scheduler
 from draft_service.sessions import Owner, Session, SessionTable, SessionTerms
 from draft_service.tracing import record_ingest, record_phases
-from draft_service.work import Drafts, IngestWork, ProposeWork, RewindWork, StepTimes
+from draft_service.work import IngestWork, ProposeWork, RewindWork
 from flashduet.errors import TransportError
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Most that this replica holds: sessions, context rows over all of them, anchor + draft tokens
-    of a block, seconds of a lease, and ids that a token may have."""
-
-    max_sessions: int
-    max_context_rows: int
-    max_block_length: int
-    lease_s: float
-    vocab_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRequest:
-    """A proposal that is wanted; see ProposeBlock for the fields.
-
-    `arrived_ns` is a time.time_ns() value; `trace` is the context of the span that covers it.
-    """
-
-    round: int
-    committed_length: int
-    anchor_token_id: int
-    block_length: int
-    budget_us: int
-    arrived_ns: int
-    trace: Context | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class BlockDrafted:
-    """The drafts, when their context was complete, and when the step's phases were."""
-
-    drafts: Drafts
-    arrived_ns: int
-    context_ns: int
-    times: StepTimes
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkArrived:
-    """A chunk before its bytes are looked at; see IngestChunk. `take` copies them out.
-
-    `transport` is the transport's name for spans.
-    """
-
-    session_id: bytes
-    epoch: int
-    base: int
-    rows: int
-    target_instance_id: bytes
-    take: Callable[[], Tensor]
-    transport: str
-    arrived_ns: int
-    trace: Context | None = None
-
-
-# Called exactly once with a proposal's outcome; None: it was cancelled, and nobody is to be told.
-Answer = Callable[[BlockDrafted | ProposalRefused | None], None]
 
 
 class Coordinator:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from draft_service import wire
 from draft_service.config import DrafterConfig
-from draft_service.coordinator import ChunkArrived, Coordinator
+from draft_service.coordinator import Coordinator
+from draft_service.messages import ChunkArrived
 from draft_service.pairing import check_target
 from draft_service.refusals import ChunkRefused
 from flashduet import PROTOCOL_VERSION, telemetry

@@ -15,7 +15,8 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 
 from draft_service import wire
-from draft_service.coordinator import BlockDrafted, Coordinator
+from draft_service.coordinator import Coordinator
+from draft_service.messages import BlockDrafted
 from draft_service.refusals import ProposalRefused
 from draft_service.sessions import Owner
 from flashduet import telemetry

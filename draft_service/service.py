@@ -9,8 +9,9 @@ import os
 import threading
 from collections.abc import Callable
 
-from draft_service.coordinator import Coordinator, Limits
+from draft_service.coordinator import Coordinator
 from draft_service.loading import LoadedDrafter, load
+from draft_service.messages import Limits
 from draft_service.scheduler import Scheduler
 from draft_service.server import SERVICE_NAME, DraftServicer, LoadedService
 from draft_service.settings import DraftSettings

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from draft_service.context import ContextKV
+from draft_service.messages import Answer
 from draft_service.refusals import ChunkRefused, ProposalRefused
 from flashduet.sampling.params import Sampling
-
-if TYPE_CHECKING:
-    from draft_service.coordinator import BlockDrafted
 
 # Late chunks of a closed session arrive within seconds; ids are random, so an old tombstone that
 # is forgotten turns CLOSED_SESSION into UNKNOWN_SESSION and nothing else.
@@ -67,7 +64,7 @@ class Session:
     context_end: int = 0
     proposing: asyncio.Task[None] | None = None
     round: int = 0
-    answer: Callable[[BlockDrafted | ProposalRefused | None], None] | None = None
+    answer: Answer | None = None
     _waiters: list[tuple[int, asyncio.Future[None]]] = field(default_factory=list)
 
     def move_end(self, context_end: int) -> None:

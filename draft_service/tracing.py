@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from opentelemetry.context import Context
 
+from draft_service.messages import BlockDrafted, ChunkArrived
 from flashduet import telemetry
-
-if TYPE_CHECKING:
-    from draft_service.coordinator import BlockDrafted, ChunkArrived
 
 
 def record_ingest(chunk: ChunkArrived, end_ns: int) -> None:

@@ -6,7 +6,7 @@ import time
 
 from opentelemetry.context import Context
 
-from draft_service.coordinator import BlockDrafted, BlockRequest
+from draft_service.messages import BlockDrafted, BlockRequest
 from draft_service.refusals import ChunkRefused, ProposalRefused
 from draft_service.sessions import SessionTerms
 from flashduet.errors import InvalidRequest
