@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
@@ -45,8 +46,8 @@ def show(
         fail(f"no trace begins with {trace_id}; there are {len(traces)} in {place}")
     if len(chosen) > 1:
         note(f"the last of {len(chosen)} traces")
-    width = None if out.is_terminal else FILE_WIDTH
-    out.print(tree(chosen[-1], rounds or None), width=width)
+    console = out if out.is_terminal else Console(width=FILE_WIDTH, highlight=False)
+    console.print(tree(chosen[-1], rounds or None))
 
 
 def tree(trace: Trace, rounds: int | None) -> Tree:
