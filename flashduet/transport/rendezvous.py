@@ -143,7 +143,8 @@ class RingListener:
         _require_private(folder)
         _sweep(folder)
         unborn = self._path.with_suffix(".new")
-        if len(os.fsencode(unborn)) > _SUN_PATH_BYTES:
+        # The final name is the longer one.
+        if len(os.fsencode(self._path)) > _SUN_PATH_BYTES:
             raise ConfigurationError(
                 f"{folder} is too long for a Unix socket: choose a shorter *_SOCKET_DIR"
             )

@@ -18,7 +18,7 @@ import torch
 from flashduet.errors import ConfigurationError, Incompatible, TransportError
 from flashduet.transport import rendezvous
 from flashduet.transport.memfd import MemfdSender
-from flashduet.transport.negotiation import Receivers
+from flashduet.transport.negotiation import Receivers, open_sender
 from flashduet.transport.options import TransportOptions
 from flashduet.transport.rendezvous import RingOffer, hand_over, socket_path
 from flashduet.v1 import common_pb2 as pb
@@ -371,3 +371,22 @@ async def test_a_crowd_of_idle_connections_does_not_grow_without_bound(
         folder, instance, RingOffer(MEMFD, secrets.token_bytes(16), SIZE), [sender.descriptor]
     )
     sender.close()
+
+
+@pytest.mark.parametrize("length", [107, 108])
+async def test_a_path_that_can_be_bound_can_be_reached_too(
+    length: int, instance: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A Unix address holds 107 bytes and its end; the listener's first name is a shorter one."""
+    root = tmp_path_factory.mktemp("s")
+    name = "d" * (length - len(str(socket_path(root / "d", instance))) + 1)
+    receivers = Receivers(instance, TransportOptions("memfd", "cpu", root / name))
+    if length > 107:
+        with pytest.raises(ConfigurationError, match="too long"):
+            await receivers.start()
+        return
+    await receivers.start()
+    options = TransportOptions("memfd", "cpu", root / name, ring_bytes=1 << 16)
+    sender, _ = await open_sender([MEMFD], instance, options)
+    sender.close()
+    await receivers.close()
