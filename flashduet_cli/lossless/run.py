@@ -17,6 +17,7 @@ from flashduet.client import AsyncClient, Prompt
 from flashduet.errors import FlashduetError
 from flashduet.models import resolve_model
 from flashduet.sampling.params import Sampling
+from flashduet_cli.console import note
 from flashduet_cli.lossless.modes import (
     BASE,
     BY_TRANSFORMERS,
@@ -81,7 +82,7 @@ class CheckSettings:
 
 
 class Check:
-    """Runs the modes one after another and keeps the report up to date at every moment."""
+    """Answers every prompt in every mode and keeps the report up to date at every moment."""
 
     def __init__(
         self,
@@ -102,13 +103,12 @@ class Check:
         """Answer everything, then judge the differences."""
         settings = self._settings
         async with self._client(settings.config) as client:
-            for mode in service_modes(settings.block_lengths):
-                await self._services(client, mode)
+            await self._services(client, service_modes(settings.block_lengths))
         if settings.random_drafter:
             with tempfile.TemporaryDirectory(prefix="flashduet-") as folder:
                 config = replace(settings.config, drafter=self._random_drafter(Path(folder)))
                 async with self._client(config) as client:
-                    await self._services(client, RANDOM_DRAFTER)
+                    await self._services(client, [RANDOM_DRAFTER])
         if settings.sampling.greedy:
             await self._transformers()
         await self._judge()
@@ -123,23 +123,28 @@ class Check:
         ):
             yield client
 
-    async def _services(self, client: AsyncClient, mode: Mode) -> None:
+    async def _services(self, client: AsyncClient, modes: Sequence[Mode]) -> None:
+        # Mode within prompt: an interrupted run has compared what it has answered.
         for prompt in self._prompts:
-            asked: Prompt = prompt.text if mode.as_chat else prompt.token_ids
-            generation = await client.generate(
-                asked,
-                max_tokens=self._settings.max_tokens,
-                sampling=self._settings.sampling,
-                speculation=mode.speculation,
-                block_length=mode.block_length,
-                timeout=REQUEST_TIMEOUT_S,
-            ).result()
-            if generation.usage.prompt_tokens != len(prompt.token_ids):
-                raise FlashduetError(
-                    f"{prompt.id}: the gateway made {generation.usage.prompt_tokens} tokens of the "
-                    f"prompt, its tokenizer makes {len(prompt.token_ids)} here"
-                )
-            self._take(mode, prompt, Answer.of(generation))
+            for mode in modes:
+                self._take(mode, prompt, await self._ask(client, mode, prompt))
+
+    async def _ask(self, client: AsyncClient, mode: Mode, prompt: CheckPrompt) -> Answer:
+        asked: Prompt = prompt.text if mode.as_chat else prompt.token_ids
+        generation = await client.generate(
+            asked,
+            max_tokens=self._settings.max_tokens,
+            sampling=self._settings.sampling,
+            speculation=mode.speculation,
+            block_length=mode.block_length,
+            timeout=REQUEST_TIMEOUT_S,
+        ).result()
+        if generation.usage.prompt_tokens != len(prompt.token_ids):
+            raise FlashduetError(
+                f"{prompt.id}: the gateway made {generation.usage.prompt_tokens} tokens of the "
+                f"prompt, its tokenizer makes {len(prompt.token_ids)} here"
+            )
+        return Answer.of(generation)
 
     async def _transformers(self) -> None:
         reference = await self._load_reference()
@@ -157,6 +162,10 @@ class Check:
             line = {"mode": mode.name, "prompt_id": prompt.id, "token_ids": answer.token_ids}
             with self._settings.partial.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
+        base = self.report.answers[BASE][prompt.id]
+        position = first_difference(base.token_ids, answer.token_ids)
+        if position is not None:
+            note(f"{prompt.id}: {mode.name} differs at answer token {position}; judged at the end")
         self._on_answer(mode.name, len(answers))
 
     async def _judge(self) -> None:
