@@ -47,6 +47,7 @@ async def locate(reference: str) -> Path:
     finally:
         if process.returncode is None:
             process.kill()
+            await process.wait()
     lines = out.decode().strip().splitlines()
     if process.returncode != 0 or not lines:
         reason = err.decode(errors="replace").strip().splitlines() or ["no message"]

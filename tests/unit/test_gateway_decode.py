@@ -90,6 +90,15 @@ async def test_what_the_draft_is_asked_for(stack: ToyStack) -> None:
     assert answer.stats.acceptance_length == pytest.approx(19 / 3)
 
 
+async def test_drafts_verified_past_a_stop_count_in_nothing(stack: ToyStack) -> None:
+    stack.draft.wrong_every = 1000
+    stack.target.script = ids_of("a-bc!defghijk")
+    answer = await stack.generate(ask(PROMPT, stop_token_ids=ids_of("!")))
+    assert answer.token_ids == ids_of("a-bc!")
+    assert stack.target.verified_lengths == [8], "more was verified and accepted"
+    assert (answer.stats.accepted_tokens, answer.stats.acceptance_length) == (4, 4)
+
+
 async def test_a_single_wanted_token_is_a_plain_step(stack: ToyStack) -> None:
     answer = await stack.generate(ask(PROMPT, max_tokens=2))
     assert answer.token_ids == EXPECTED[:2]
