@@ -123,6 +123,25 @@ async def test_a_cancelled_prefill_stops_before_its_next_chunk(
     assert scheduler.queued_items == 0
 
 
+async def test_a_prefill_cancelled_in_the_queue_is_never_begun(
+    scheduler: Scheduler, tiny: TinyTarget
+) -> None:
+    running, waiting = tiny.session(prompt(8)), tiny.session(prompt(8))
+    with slowed(tiny, 0.2):
+        first = asyncio.create_task(scheduler.prefill(running, None))
+        await asyncio.sleep(0.1)
+        second = asyncio.create_task(scheduler.prefill(waiting, None))
+        await asyncio.sleep(0)
+        assert scheduler.queued_items == 1
+        second.cancel()
+        await asyncio.wait([second], timeout=5)
+        assert scheduler.queued_items == 0
+        await first
+    await asyncio.sleep(0.1)
+    assert waiting.cache.length == 0
+    assert scheduler.steps == 1
+
+
 async def test_a_failing_feed_does_not_stop_the_thread(
     scheduler: Scheduler, tiny: TinyTarget
 ) -> None:
