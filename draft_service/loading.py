@@ -16,17 +16,12 @@ from draft_service.settings import DraftSettings
 from draft_service.target_tensors import load_target_tensors
 from flashduet import models
 from flashduet.errors import ConfigurationError
-from flashduet.settings import DtypeChoice
+from flashduet.hardware import choose_device, choose_dtype
+from flashduet.transport.tensors import DATA_TYPES
 from flashduet.v1 import common_pb2 as pb
 
 # Beside the packages in a source tree.
 SHIPPED_DRAFTER = Path(__file__).parent.parent / "models" / "smollm2-135m-instruct-dflash"
-
-_DTYPES = {
-    "float32": (torch.float32, pb.DATA_TYPE_FLOAT32),
-    "float16": (torch.float16, pb.DATA_TYPE_FLOAT16),
-    "bfloat16": (torch.bfloat16, pb.DATA_TYPE_BFLOAT16),
-}
 
 log = logging.getLogger(__name__)
 
@@ -40,52 +35,13 @@ class LoadedDrafter:
     target_facts: pb.ModelFacts
 
 
-def choose_device(wanted: str) -> torch.device:
-    """`auto` takes a GPU where there is one.
-
-    Raises:
-        ConfigurationError: the device asked for cannot be had.
-    """
-    if wanted == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(wanted)
-    except RuntimeError as error:
-        raise ConfigurationError(
-            f"FLASHDUET_DRAFT_DEVICE: {wanted!r} is no device; use auto, cpu or cuda:N"
-        ) from error
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise ConfigurationError(
-                f"FLASHDUET_DRAFT_DEVICE: {wanted!r} asked for and {count} GPUs are visible to "
-                "this PyTorch; use auto or cpu, or install a CUDA build"
-            )
-        return torch.device("cuda", device.index or 0)
-    if device.type != "cpu":
-        raise ConfigurationError(
-            f"FLASHDUET_DRAFT_DEVICE: {wanted!r} is not supported; use auto, cpu or cuda:N"
-        )
-    return device
-
-
-def choose_dtype(wanted: DtypeChoice, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the hardware multiplies it, else float32."""
-    if wanted != "auto":
-        return _DTYPES[wanted][0]
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if fast else torch.float32
-
-
 def load(settings: DraftSettings) -> LoadedDrafter:
     """Load drafter and target tensors, check that they fit, and warm up. Takes seconds.
 
     Raises:
         ConfigurationError, CheckpointError, Incompatible: with the fix.
     """
-    device = choose_device(settings.device)
+    device = choose_device(settings.device, "FLASHDUET_DRAFT_DEVICE")
     dtype = choose_dtype(settings.dtype, device)
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -95,7 +51,7 @@ def load(settings: DraftSettings) -> LoadedDrafter:
     facts = models.model_facts(
         target_folder,
         settings.target_name or models.served_name(settings.target_model),
-        _data_type(dtype),
+        DATA_TYPES[dtype],
     )
     network = load_drafter(folder, device=device, dtype=dtype)
     tied = bool(getattr(target_config, "tie_word_embeddings", False)) or bool(
@@ -118,10 +74,6 @@ def _drafter_folder(reference: str) -> Path:
             "drafter's folder or Hub id"
         )
     return SHIPPED_DRAFTER
-
-
-def _data_type(dtype: torch.dtype) -> int:
-    return next(wire for ours, wire in _DTYPES.values() if ours == dtype)
 
 
 def _log_plan(engine: Engine, name: str, settings: DraftSettings) -> None:

@@ -14,17 +14,13 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from flashduet import models
-from flashduet.errors import CheckpointError, ConfigurationError
+from flashduet.errors import CheckpointError
+from flashduet.hardware import choose_device, choose_dtype
+from flashduet.transport.tensors import DATA_TYPES
 from flashduet.v1 import common_pb2
 from target_service.settings import TargetSettings
 
 log = logging.getLogger(__name__)
-
-DATA_TYPES = {
-    torch.float32: common_pb2.DATA_TYPE_FLOAT32,
-    torch.float16: common_pb2.DATA_TYPE_FLOAT16,
-    torch.bfloat16: common_pb2.DATA_TYPE_BFLOAT16,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +72,14 @@ def load_target(settings: TargetSettings) -> LoadedTarget:
         CheckpointError: names the file, the tensor, what was expected and what was found.
     """
     disable_progress_bar()  # a log has no place for one
-    device = _device(settings.device)
+    device = choose_device(settings.device, "FLASHDUET_TARGET_DEVICE")
     folder = models.resolve_model(settings.model, progress=_StageLog())
     config = models.load_config(folder)
     models.check_target_supported(config)
     check_weight_files(folder)
     text = models.text_config(config)
-    dtype = _dtype(settings.dtype, getattr(config, "dtype", None) or getattr(text, "dtype", None))
+    stored = getattr(config, "dtype", None) or getattr(text, "dtype", None)
+    dtype = choose_dtype(settings.dtype, device, stored)
     model = _load(folder, dtype).to(device).eval()
     name = settings.name or models.served_name(settings.model)
     facts = models.model_facts(folder, name, DATA_TYPES[dtype])
@@ -137,27 +134,3 @@ def _load(folder: Path, dtype: torch.dtype) -> nn.Module:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise CheckpointError(f"{folder}: {'; '.join(sorted(problems)[:3])}{more}")
     return model  # type: ignore[no-any-return]
-
-
-def _device(wanted: str) -> torch.device:
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(wanted)
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ConfigurationError(
-            f"FLASHDUET_TARGET_DEVICE={wanted}: {count} CUDA devices here; "
-            "use cpu or auto, or install a CUDA build of torch and a driver"
-        )
-    return device
-
-
-def _dtype(wanted: str, checkpoint: object) -> torch.dtype:
-    if wanted != "auto":
-        return getattr(torch, wanted)  # type: ignore[no-any-return]
-    if isinstance(checkpoint, str):
-        checkpoint = getattr(torch, checkpoint, None)
-    chosen = checkpoint if checkpoint in DATA_TYPES else torch.float32
-    assert isinstance(chosen, torch.dtype)
-    log.info("dtype auto: the checkpoint's %s", str(chosen).removeprefix("torch."))
-    return chosen

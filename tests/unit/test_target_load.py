@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,7 +40,7 @@ def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
 @pytest.mark.parametrize(
     ("dtype", "expected", "wire"),
     [
-        ("auto", torch.float32, common_pb2.DATA_TYPE_FLOAT32),
+        ("float32", torch.float32, common_pb2.DATA_TYPE_FLOAT32),
         ("bfloat16", torch.bfloat16, common_pb2.DATA_TYPE_BFLOAT16),
     ],
 )
@@ -52,13 +51,6 @@ def test_the_dtype_is_the_one_asked_for(
     assert target.dtype is expected
     assert target.facts.data_type == wire
     assert next(target.model.parameters()).dtype is expected
-
-
-def test_auto_follows_the_checkpoint(folder: Path) -> None:
-    edit(folder, lambda w: w.update({k: v.to(torch.bfloat16) for k, v in w.items()}))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    assert load(folder).dtype is torch.bfloat16
 
 
 def test_a_name_and_a_smaller_window(folder: Path) -> None:

@@ -1,0 +1,41 @@
+"""One rule for device and data type on both sides, loud where it cannot be kept."""
+
+import pytest
+import torch
+
+from flashduet import hardware
+from flashduet.errors import ConfigurationError
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(("native", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", torch.float16, None])
+def test_auto_on_a_cpu_is_what_the_cpu_multiplies(monkeypatch, native, expected, stored):
+    monkeypatch.setattr(hardware, "_cpu_multiplies_bfloat16", lambda: native)
+    assert hardware.choose_dtype("auto", CPU, stored) is expected
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ("float16", torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        ("float32", torch.bfloat16),
+        (None, torch.bfloat16),
+    ],
+)
+def test_auto_on_a_gpu_follows_a_16_bit_checkpoint(monkeypatch, stored, expected):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated=True: True)
+    assert hardware.choose_dtype("auto", GPU, stored) is expected
+
+
+@pytest.mark.parametrize("wanted", ["float32", "float16", "bfloat16"])
+def test_a_type_asked_for_is_taken(wanted):
+    assert hardware.choose_dtype(wanted, CPU, "bfloat16") is getattr(torch, wanted)
+
+
+@pytest.mark.parametrize("wanted", ["cuda:63", "meta", "gpu"])
+def test_a_device_that_cannot_be_had_names_the_variable_and_the_fix(wanted):
+    with pytest.raises(ConfigurationError, match=r"FLASHDUET_X_DEVICE.*use"):
+        hardware.choose_device(wanted, "FLASHDUET_X_DEVICE")
