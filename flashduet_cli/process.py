@@ -16,6 +16,8 @@ LogSink = Callable[[str, str], None]
 
 TAIL_LINES = 40
 LINE_LIMIT_BYTES = 1 << 20
+# A killed process ends at once unless a driver or a file system holds it.
+KILLED_TIMEOUT_S = 10.0
 
 
 class ServiceProcess:
@@ -89,7 +91,10 @@ class ServiceProcess:
             if isinstance(reason, asyncio.CancelledError):
                 raise
             self._log(self.name, f"did not stop within {grace_s:g} s and was killed")
-            await self.wait()
+            try:
+                await asyncio.wait_for(self.wait(), KILLED_TIMEOUT_S)
+            except TimeoutError:
+                self._log(self.name, f"process {self.pid} is stuck in the kernel; left behind")
 
     def _kill_group(self) -> None:
         if self._process is not None:
