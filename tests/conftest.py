@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Tiny models gain nothing from a second thread, and on a busy machine two wait for each other. Set
+# before torch is imported, and inherited by every process that a test starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.support.pair import Pair
 from tests.support.tiny import tiny_drafter, tiny_target
