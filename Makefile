@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --constraint requirements.lock
 
-DEMO_PROMPT := A train leaves at 9:40 and arrives at 12:05. How long is the ride? Explain step by step.
+DEMO_PROMPT := What are three benefits of regular exercise?
 DEMO_TOKENS := 128
 
 .PHONY: help setup demo up test lint format proto clean
