@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import os
-import threading
 from collections.abc import Callable
 
 from draft_service.coordinator import Coordinator
@@ -16,7 +13,7 @@ from draft_service.scheduler import Scheduler
 from draft_service.server import SERVICE_NAME, DraftServicer, LoadedService
 from draft_service.settings import DraftSettings
 from draft_service.wire import ID_BYTES
-from flashduet import PROTOCOL_VERSION, rpc
+from flashduet import PROTOCOL_VERSION, process, rpc
 from flashduet.transport.negotiation import Receivers
 from flashduet.transport.options import TransportOptions
 from flashduet.v1 import draft_pb2, draft_pb2_grpc
@@ -61,7 +58,7 @@ class DraftService:
         """
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self._servicer, self._server.grpc)
         await self._server.start(self._settings.listen)
-        drafter = await self._load()
+        drafter = await process.load_in_background(lambda: self._loader(self._settings))
         self._servicer.loaded = await self._assemble(drafter)
         await self._server.serving()
         log.info("serving drafter %s on port %d", drafter.name, self.port)
@@ -72,34 +69,6 @@ class DraftService:
         if loaded := self._servicer.loaded:
             await loaded.coordinator.stop()
             await loaded.receivers.close()
-
-    async def _load(self) -> LoadedDrafter:
-        """Load beside the event loop, which answers health checks meanwhile.
-
-        In a daemon thread: a process that is told to stop must not wait for a download.
-        """
-        loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[LoadedDrafter] = loop.create_future()
-
-        def settle(drafter: LoadedDrafter | None, error: BaseException | None) -> None:
-            if loaded.done():
-                return
-            if error is not None:
-                loaded.set_exception(error)
-            elif drafter is not None:
-                loaded.set_result(drafter)
-
-        def work() -> None:
-            drafter, error = None, None
-            try:
-                drafter = self._loader(self._settings)
-            except Exception as raised:
-                error = raised
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(settle, drafter, error)
-
-        threading.Thread(target=work, name="draft-loader", daemon=True).start()
-        return await loaded
 
     async def _assemble(self, drafter: LoadedDrafter) -> LoadedService:
         settings, engine = self._settings, drafter.engine

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import sys
 from pathlib import Path
 
-from flashduet import telemetry
-from flashduet.errors import ConfigurationError
+from flashduet import process
 from flashduet.models import tokenizer_hash
 from flashduet.rpc import Server
-from flashduet.settings import setup_logging
 from flashduet.v1.gateway_pb2_grpc import add_GatewayServiceServicer_to_server
 from gateway.gateway import Gateway
 from gateway.http import create_app
@@ -29,29 +26,15 @@ _READINESS_POLL_S = 0.1
 
 
 def main() -> int:
-    """Exit status 0 after a stop that was asked for, 2 for a configuration that cannot work."""
     # Tokenizers need no torch, and Transformers imports it wherever it finds it: hundreds of
     # megabytes and seconds of start-up for nothing. A module that is None counts as not installed.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    try:
-        settings = GatewaySettings.load()
-        setup_logging(settings.log_level)
-        telemetry.setup("gateway")
-        logger.info("settings:\n%s", settings.describe())
-        asyncio.run(serve(settings))
-    except ConfigurationError as error:
-        print(f"gateway: {error}", file=sys.stderr)
-        return 2
-    finally:
-        telemetry.shutdown()
-    return 0
+    return process.run("gateway", GatewaySettings, serve)
 
 
 async def serve(settings: GatewaySettings) -> None:
     """Answer health checks at once, requests when tokenizer and a target are there."""
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = process.stop_requested()
     router = Router(settings)
     gateway = Gateway(settings, router)
     server = Server([SERVICE])

@@ -86,6 +86,6 @@ def test_a_wrong_setting_ends_it_with_the_fix(tiny_models: Path, sockets: Path) 
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert "FLASHDUET_DRAFT_LEASE_S" in errors
     assert "Traceback" not in errors
