@@ -1,8 +1,12 @@
-"""The gRPC face: translates calls and decides nothing."""
+"""The gRPC face: translates calls and decides nothing.
+
+Errors reach the caller through `flashduet.rpc.Server`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import grpc.aio
@@ -11,8 +15,7 @@ from draft_service.config import DrafterConfig
 from draft_service.coordinator import Coordinator
 from draft_service.ingest_stream import IngestStream
 from draft_service.propose_stream import ProposeStream
-from flashduet import rpc
-from flashduet.errors import FlashduetError, Unavailable
+from flashduet.errors import Unavailable
 from flashduet.transport.negotiation import Receivers
 from flashduet.v1 import draft_pb2, draft_pb2_grpc
 
@@ -40,7 +43,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         request_iterator: AsyncIterator[draft_pb2.ProposeRequest],
         context: grpc.aio.ServicerContext,
     ) -> None:
-        loaded = await self._loaded(context)
+        loaded = self._loaded()
         stream = ProposeStream(loaded.coordinator, context)
         try:
             async for request in request_iterator:
@@ -53,23 +56,19 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         request_iterator: AsyncIterator[draft_pb2.IngestRequest],
         context: grpc.aio.ServicerContext,
     ) -> None:
-        loaded = await self._loaded(context)
+        loaded = self._loaded()
         stream = IngestStream(loaded.coordinator, loaded.receivers, loaded.config, loaded.info)
         responses = stream.run(aiter(request_iterator))
-        try:
+        async with aclosing(responses):
             async for response in responses:
                 await context.write(response)
-        except FlashduetError as error:
-            await rpc.abort(context, error)
-        finally:
-            await responses.aclose()
 
     async def GetModelInfo(
         self,
         request: draft_pb2.DraftServiceGetModelInfoRequest,
         context: grpc.aio.ServicerContext,
     ) -> draft_pb2.DraftServiceGetModelInfoResponse:
-        loaded = await self._loaded(context)
+        loaded = self._loaded()
         info = draft_pb2.DraftServiceGetModelInfoResponse()
         info.CopyFrom(loaded.info)
         info.target_instance_ids.extend(loaded.coordinator.targets)
@@ -80,7 +79,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         request: draft_pb2.DraftServiceGetLoadRequest,
         context: grpc.aio.ServicerContext,
     ) -> draft_pb2.DraftServiceGetLoadResponse:
-        loaded = await self._loaded(context)
+        loaded = self._loaded()
         coordinator = loaded.coordinator
         return draft_pb2.DraftServiceGetLoadResponse(
             sessions=len(coordinator.sessions),
@@ -94,7 +93,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             refused_proposals=coordinator.refused_proposals.to_proto(),
         )
 
-    async def _loaded(self, context: grpc.aio.ServicerContext) -> LoadedService:
+    def _loaded(self) -> LoadedService:
         if self.loaded is None:
-            await rpc.abort(context, Unavailable("the drafter is still loading"))
+            raise Unavailable("the drafter is still loading")
         return self.loaded

@@ -34,6 +34,11 @@ class FlashduetError(Exception):
     violations: tuple[FieldViolation, ...] = ()
 
 
+def internal_error() -> FlashduetError:
+    """What a caller is told about a mistake of ours; what it was belongs into the log."""
+    return FlashduetError("internal error; the service's log says more")
+
+
 class InvalidRequest(FlashduetError):
     """A field of the request is outside its limits."""
 

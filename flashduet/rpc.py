@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Any as Anything
 from typing import NoReturn
 
 import grpc
 import grpc.aio
 from google.protobuf.any_pb2 import Any
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -16,6 +22,8 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from flashduet import errors
+
+logger = logging.getLogger(__name__)
 
 # Inline tensors are cut into chunks under this, see flashduet.transport.inline.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -53,11 +61,82 @@ def open_channel(endpoint: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
 
 
+class _ErrorsToStatus(grpc.aio.ServerInterceptor):
+    """Ends every call of our services that raises with a status of ours, never with gRPC's UNKNOWN.
+
+    A FlashduetError keeps its status and its words. Anything else is our own mistake: what it says
+    about our insides goes to the log, and the caller is told INTERNAL and no more.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Anything:
+        handler: Anything = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith("/flashduet."):
+            return handler
+        kind = "_".join(
+            "stream" if streams else "unary"
+            for streams in (handler.request_streaming, handler.response_streaming)
+        )
+        # A stream's messages are parsed where the method reads them, a single one before the
+        # method runs: here, so that bytes that are no message are answered like any other mistake.
+        parse = None if handler.request_streaming else handler.request_deserializer
+        guarded = _guarded(getattr(handler, kind), handler_call_details.method, parse)
+        return getattr(grpc, f"{kind}_rpc_method_handler")(
+            guarded,
+            request_deserializer=None if parse is not None else handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _guarded(method: Anything, name: str, parse: Callable[[bytes], Anything] | None) -> Anything:
+    """`method`, of either of grpc.aio's two kinds, with its errors ended as `_fail` does."""
+
+    async def generate(
+        request: Anything, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[Anything]:
+        try:
+            given = request if parse is None else parse(request)
+            async with aclosing(method(given, context)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            await _fail(context, name, error)
+
+    async def call(request: Anything, context: grpc.aio.ServicerContext) -> Anything:
+        try:
+            return await method(request if parse is None else parse(request), context)
+        except Exception as error:
+            await _fail(context, name, error)
+
+    return generate if inspect.isasyncgenfunction(method) else call
+
+
+async def _fail(context: grpc.aio.ServicerContext, name: str, error: Exception) -> NoReturn:
+    if isinstance(error, grpc.aio.AbortError):  # It has its status already.
+        raise error
+    if context.done():
+        # The caller has gone, and whatever was being written to it came to nothing.
+        logger.debug("%s: the caller had gone: %r", name, error)
+        raise asyncio.CancelledError from error
+    if isinstance(error, DecodeError):
+        error = errors.InvalidRequest("message", "bytes", "must be a message of this method")
+    elif not isinstance(error, errors.FlashduetError):
+        logger.error("%s failed", name, exc_info=error)
+        error = errors.internal_error()
+    await abort(context, error)
+
+
 class Server:
-    """A grpc.aio server with health and reflection, NOT_SERVING until `serving()` is called."""
+    """A grpc.aio server with health and reflection, NOT_SERVING until `serving()` is called.
+
+    Whatever a servicer's method raises reaches the caller as a status of ours.
+    """
 
     def __init__(self, service_names: Sequence[str]) -> None:
-        self.grpc = grpc.aio.server(options=SERVER_OPTIONS)
+        self.grpc = grpc.aio.server(interceptors=[_ErrorsToStatus()], options=SERVER_OPTIONS)
         self._names = ["", *service_names]
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

@@ -10,7 +10,14 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from flashduet.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
+from flashduet.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    FlashduetError,
+    Overloaded,
+    Unavailable,
+    internal_error,
+)
 from flashduet.v1 import gateway_pb2 as pb
 from gateway.admission import Limits, admit
 from gateway.answer import Answer
@@ -85,6 +92,7 @@ class Gateway:
             InvalidRequest: a field is out of its limits.
             Overloaded: here or at the target.
             DeadlineExceeded, Unavailable: everything has been freed.
+            FlashduetError: the fault is ours; the log has it.
         """
         deadline = time.monotonic() + min(
             self._settings.default_deadline_s,
@@ -107,9 +115,13 @@ class Gateway:
         except (asyncio.CancelledError, Cancelled):
             counts.cancelled += 1
             raise
-        except Exception:
+        except FlashduetError:
             counts.failed += 1
             raise
+        except Exception as error:
+            counts.failed += 1
+            logger.exception("a request failed")
+            raise internal_error() from error
         finally:
             counts.active -= 1
 
@@ -159,13 +171,16 @@ class Gateway:
         if route is None:
             raise Unavailable("no target serves at the moment", _RETRY_AFTER_S)
         detokenizer = tokenizer.detokenizer(include_special_tokens=request.include_special_tokens)
+        answer = Answer(request, detokenizer)
+        drafter = _drafter(session_id, request, route, tally)
         return Session(
             session_id=session_id,
             request=request,
             deadline=deadline,
+            # Last, for it holds a stream from the start, which only the whole session frees.
             target=route.target.session(),
-            drafter=_drafter(session_id, request, route, tally),
-            answer=Answer(request, detokenizer),
+            drafter=drafter,
+            answer=answer,
             tally=tally,
         )
 

@@ -1,18 +1,15 @@
-"""GatewayService over gRPC: translates, nothing else."""
+"""GatewayService over gRPC: translates, nothing else.
+
+Errors reach the caller through `flashduet.rpc.Server`.
+"""
 
 from __future__ import annotations
 
-import logging
-
 import grpc.aio
 
-from flashduet import rpc
-from flashduet.errors import FlashduetError
 from flashduet.v1 import gateway_pb2 as pb
 from flashduet.v1.gateway_pb2_grpc import GatewayServiceServicer
 from gateway.gateway import Gateway
-
-logger = logging.getLogger(__name__)
 
 SERVICE = "flashduet.v1.GatewayService"
 
@@ -28,19 +25,12 @@ class GatewayServicer(GatewayServiceServicer):
     ) -> None:
         metadata = dict(context.invocation_metadata() or ())
         traceparent = metadata.get("traceparent", "")
-        try:
-            await self._gateway.answer(
-                request,
-                context.write,
-                traceparent=traceparent if isinstance(traceparent, str) else "",
-                time_left_s=context.time_remaining(),
-            )
-        except FlashduetError as error:
-            await rpc.abort(context, error)
-        except Exception:
-            # Our own mistake; what it says about our insides stays in the log.
-            logger.exception("a request failed")
-            await rpc.abort(context, FlashduetError("internal error"))
+        await self._gateway.answer(
+            request,
+            context.write,
+            traceparent=traceparent if isinstance(traceparent, str) else "",
+            time_left_s=context.time_remaining(),
+        )
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext

@@ -1,4 +1,7 @@
-"""Translates between the wire and the engine; decides nothing."""
+"""Translates between the wire and the engine; decides nothing.
+
+Errors reach the caller through `flashduet.rpc.Server`.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,8 @@ import grpc
 import grpc.aio
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
-from flashduet import PROTOCOL_VERSION, rpc
-from flashduet.errors import (
-    Conflict,
-    DeadlineExceeded,
-    FlashduetError,
-    InvalidRequest,
-    Unavailable,
-)
+from flashduet import PROTOCOL_VERSION
+from flashduet.errors import Conflict, DeadlineExceeded, InvalidRequest, Unavailable
 from flashduet.v1 import common_pb2, target_pb2, target_pb2_grpc
 from target_service.feed import SessionFeed
 from target_service.service import TargetService
@@ -38,24 +35,22 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self.service: TargetService | None = None
 
     async def Decode(self, requests: Any, context: _Context) -> None:
+        service = self._ready()
         try:
-            service = self._ready()
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
                 request = await context.read()
-            if request is EOF:
-                return
-            if request.WhichOneof("message") != "open":
-                raise InvalidRequest("message", request.WhichOneof("message"), "open comes first")
-            await _Decode(service, context).run(request)
         except TimeoutError:
-            await rpc.abort(context, DeadlineExceeded("no open came with the stream"))
-        except FlashduetError as error:
-            await rpc.abort(context, error)
+            raise DeadlineExceeded("no open came with the stream") from None
+        if request is EOF:
+            return
+        if request.WhichOneof("message") != "open":
+            raise InvalidRequest("message", request.WhichOneof("message"), "open comes first")
+        await _Decode(service, context).run(request)
 
     async def GetModelInfo(
         self, request: target_pb2.TargetServiceGetModelInfoRequest, context: _Context
     ) -> target_pb2.TargetServiceGetModelInfoResponse:
-        service = await self._ready_or_abort(context)
+        service = self._ready()
         limits = service.sessions.limits
         return target_pb2.TargetServiceGetModelInfoResponse(
             instance_id=service.identity.instance_id,
@@ -77,7 +72,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def GetLoad(
         self, request: target_pb2.TargetServiceGetLoadRequest, context: _Context
     ) -> target_pb2.TargetServiceGetLoadResponse:
-        service = await self._ready_or_abort(context)
+        service = self._ready()
         limits = service.sessions.limits
         return target_pb2.TargetServiceGetLoadResponse(
             sessions=service.sessions.count,
@@ -97,12 +92,6 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         if self.service is None:
             raise Unavailable("the target is still loading its weights")
         return self.service
-
-    async def _ready_or_abort(self, context: _Context) -> TargetService:
-        try:
-            return self._ready()
-        except Unavailable as error:
-            await rpc.abort(context, error)
 
 
 class _Decode:

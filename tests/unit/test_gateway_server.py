@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from flashduet.errors import DeadlineExceeded, Overloaded, RemoteInvalidRequest, Unavailable
 from flashduet.rpc import from_rpc_error
 from flashduet.v1 import gateway_pb2 as pb
+from gateway.answer import Answer
+from gateway.controller import BlockController
+from gateway.tally import Tally
 from gateway.tokenization import Tokenizer
 from tests.unit.gateway_support import (
     CONTEXT_WINDOW,
@@ -260,3 +264,43 @@ async def test_a_client_built_from_reflection_alone_finds_generate(stack: ToySta
     names = {service.name for service in answers[0].list_services_response.service}
     assert {"flashduet.v1.GatewayService", "grpc.health.v1.Health"} <= names
     assert answers[1].file_descriptor_response.file_descriptor_proto
+
+
+def break_at(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, call: int) -> None:
+    """From its `call`-th call on, a method of ours has a mistake in it."""
+    whole, calls = getattr(owner, name), itertools.count(1)
+
+    def broken(*arguments: object, **named: object) -> object:
+        if next(calls) >= call:
+            raise NameError("name 'secret_name' is not defined")
+        return whole(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, broken)
+
+
+MISTAKES = [
+    pytest.param(Tokenizer, "detokenizer", 1, id="opening"),
+    pytest.param(Answer, "__init__", 1, id="answer"),
+    pytest.param(BlockController, "__init__", 1, id="controller"),
+    pytest.param(Answer, "commit", 1, id="prefill"),
+    pytest.param(BlockController, "length", 2, id="propose"),
+    pytest.param(Answer, "commit", 3, id="accept"),
+    pytest.param(Tally, "stats", 1, id="complete"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "call"), MISTAKES)
+async def test_a_mistake_of_ours_is_internal_and_frees_everything(
+    stack: ToyStack, monkeypatch, caplog, owner, name, call
+) -> None:
+    with monkeypatch.context() as patch:
+        break_at(patch, owner, name, call)
+        with pytest.raises(grpc.RpcError) as caught:
+            await stack.generate(ask(PROMPT))
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "secret_name" not in caught.value.details()
+    assert "secret_name" in caplog.text
+    await stack.all_free()
+    assert stack.router.route(drafted=True).target.sessions == 0
+    assert stack.gateway.counts.failed == 1
+    assert (await stack.generate(ask(PROMPT))).complete is not None

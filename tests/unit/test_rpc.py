@@ -1,5 +1,7 @@
 """Errors cross the wire with their status, their fields and their retry time; health is true."""
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import grpc
@@ -8,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from flashduet import errors, rpc
-from flashduet.v1 import gateway_pb2, gateway_pb2_grpc
+from flashduet.v1 import gateway_pb2, gateway_pb2_grpc, target_pb2, target_pb2_grpc
 
 CASES = [
     (errors.InvalidRequest("sampling.top_p", 1.5, "must be in (0, 1]"), "INVALID_ARGUMENT", 400),
@@ -71,3 +73,95 @@ async def test_a_taken_port_is_an_error_that_names_the_variable(server):
     with pytest.raises(errors.ConfigurationError, match="LISTEN"):
         await second.start(f"127.0.0.1:{running.port}")
     await second.stop(0)
+
+
+class Broken(target_pb2_grpc.TargetServiceServicer, gateway_pb2_grpc.GatewayServiceServicer):
+    """Every kind of method that our servicers have, each with a mistake in it."""
+
+    async def ListModels(self, request, context):
+        raise NameError("name 'secret_name' is not defined")
+
+    async def Generate(self, request, context):
+        await context.write(gateway_pb2.GenerateResponse())
+        raise KeyError("secret_name")
+
+    async def Decode(self, requests, context):
+        await context.read()
+        raise RuntimeError("secret_name")
+
+
+class BrokenGenerator(gateway_pb2_grpc.GatewayServiceServicer):
+    async def Generate(self, request, context):
+        yield gateway_pb2.GenerateResponse()
+        raise KeyError("secret_name")
+
+    async def ListModels(self, request, context):
+        raise errors.Overloaded("all are taken", 2.5)
+
+
+@contextlib.asynccontextmanager
+async def serving(servicer: object) -> AsyncIterator[grpc.aio.Channel]:
+    server = rpc.Server([])
+    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, server.grpc)
+    if isinstance(servicer, target_pb2_grpc.TargetServiceServicer):
+        target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server.grpc)
+    await server.start("127.0.0.1:0")
+    async with rpc.open_channel(f"127.0.0.1:{server.port}") as channel:
+        yield channel
+    await server.stop(0)
+
+
+async def _list_models(channel):
+    await gateway_pb2_grpc.GatewayServiceStub(channel).ListModels(gateway_pb2.ListModelsRequest())
+
+
+async def _generate(channel):
+    stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+    async for _ in stub.Generate(gateway_pb2.GenerateRequest()):
+        pass
+
+
+async def _decode(channel):
+    call = target_pb2_grpc.TargetServiceStub(channel).Decode()
+    await call.write(target_pb2.DecodeRequest())
+    await call.read()
+
+
+@pytest.mark.parametrize(
+    ("servicer", "method"),
+    [
+        (Broken, _list_models),
+        (Broken, _generate),
+        (Broken, _decode),
+        (BrokenGenerator, _generate),
+    ],
+)
+async def test_a_mistake_of_ours_is_internal_and_keeps_our_insides_in_the_log(
+    servicer, method, caplog
+):
+    async with serving(servicer()) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(method(channel), 10)
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "secret_name" not in caught.value.details()
+    assert type(rpc.from_rpc_error(caught.value)) is errors.FlashduetError
+    (record,) = [record for record in caplog.records if record.name == "flashduet.rpc"]
+    assert "secret_name" in record.exc_text or "secret_name" in str(record.exc_info[1])
+
+
+async def test_a_servicer_may_simply_raise_our_errors():
+    async with serving(BrokenGenerator()) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _list_models(channel)
+    error = rpc.from_rpc_error(caught.value)
+    assert isinstance(error, errors.Overloaded)
+    assert error.retry_after_s == 2.5
+
+
+@pytest.mark.parametrize("method", ["GatewayService/ListModels", "TargetService/Decode"])
+async def test_bytes_that_are_no_message_are_the_caller_s_mistake(method):
+    async with serving(Broken()) as channel:
+        call = channel.stream_stream(f"/flashduet.v1.{method}")(iter([b"\xff\xff\xff"]))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(call.read(), 10)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
