@@ -15,9 +15,16 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from sse_starlette.sse import EventSourceResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from flashduet.errors import Cancelled, FlashduetError, InvalidRequest, Unavailable
+from flashduet.errors import (
+    Cancelled,
+    FlashduetError,
+    InvalidRequest,
+    Unavailable,
+    internal_error,
+)
 from flashduet.v1 import gateway_pb2 as pb
 from gateway import openai_response
 from gateway.answer_task import AnswerTask
@@ -75,8 +82,7 @@ def create_app(gateway: Gateway) -> FastAPI:
 
     @app.exception_handler(Exception)
     async def broken(_: Request, failure: Exception) -> Response:
-        logger.error("request failed", exc_info=failure)
-        return _error(FlashduetError("internal error"))
+        return _error(_ours(failure))
 
     return app
 
@@ -153,8 +159,8 @@ class _AnswerStream(EventSourceResponse):
                 for data in self._data(response):
                     yield {"data": data}
                 response = await self._answer.next()
-        except FlashduetError as failure:
-            yield {"data": json.dumps(openai_response.error(failure))}
+        except Exception as failure:
+            yield {"data": json.dumps(openai_response.error(_ours(failure)))}
         yield {"data": "[DONE]"}
 
     def _data(self, response: pb.GenerateResponse) -> Iterator[str]:
@@ -191,15 +197,26 @@ async def _disconnected(request: Request) -> None:
 
 async def _json_body(request: Request) -> Any:
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise InvalidRequest("body", f"over {size} bytes", f"at most {MAX_BODY_BYTES}")
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > MAX_BODY_BYTES:
+                raise InvalidRequest("body", f"over {size} bytes", f"at most {MAX_BODY_BYTES}")
+            parts.append(part)
+    except ClientDisconnect:
+        raise Cancelled("the client went away in the middle of its request") from None
     try:
         return json.loads(b"".join(parts))
     except (ValueError, RecursionError) as error:
         raise InvalidRequest("body", "no JSON", f"must be JSON ({error})") from error
+
+
+def _ours(failure: Exception) -> FlashduetError:
+    """What a client may know of a failure; a mistake of ours goes to the log."""
+    if isinstance(failure, FlashduetError):
+        return failure
+    logger.error("a request failed", exc_info=failure)
+    return internal_error()
 
 
 def _headers(started: pb.GenerateStarted) -> dict[str, str]:

@@ -62,6 +62,7 @@ _MODES = {
     "off": pb.SPECULATION_MODE_OFF,
 }
 _UINT32 = 2**32 - 1
+_MOST_LEVELS = 64
 
 
 class _Strict(BaseModel):
@@ -203,12 +204,20 @@ def _text(field: str, value: str) -> str:
     return value
 
 
-def _without_nulls(value: Any) -> Any:
-    """Null is "not given" everywhere in OpenAI's API, also in messages that clients echo."""
+def _without_nulls(value: Any, depth: int = 0) -> Any:
+    """Null is "not given" everywhere in OpenAI's API, also in messages that clients echo.
+
+    Raises:
+        InvalidRequest: deeper than any request is; what follows walks it by recursion too.
+    """
+    if depth > _MOST_LEVELS:
+        raise InvalidRequest("body", "deeply nested JSON", f"at most {_MOST_LEVELS} levels")
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        return {
+            key: _without_nulls(item, depth + 1) for key, item in value.items() if item is not None
+        }
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        return [_without_nulls(item, depth + 1) for item in value]
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import pytest_asyncio
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from flashduet.errors import Overloaded
+from gateway.answer import Answer
 from gateway.http import create_app
 from gateway.http_server import HttpServer
 from gateway.openai_request import HARMLESS, UNSUPPORTED
@@ -364,3 +366,116 @@ async def test_request_ids_seeds_and_nothing_else_are_told_in_headers(http: Http
     assert response.headers["x-flashduet-seed"] == "5"
     assert response.json()["id"] == "chatcmpl-mine-1"
     assert "server" not in response.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("commit", [1, 3])
+async def test_a_mistake_of_ours_is_an_error_object_without_our_insides(
+    http: Http, monkeypatch: pytest.MonkeyPatch, caplog, stream: bool, commit: int
+) -> None:
+    whole, calls = Answer.commit, itertools.count(1)
+
+    def broken(answer: Answer, token_ids: list[int]) -> object:
+        if next(calls) >= commit:
+            raise NameError("name 'secret_name' is not defined")
+        return whole(answer, token_ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Answer, "commit", broken)
+        response = await http.post(stream=stream)
+    if stream and commit > 1:
+        lines = [line for line in response.text.split("\n") if line.startswith("data: ")]
+        assert lines[-1] == "data: [DONE]"
+        error = json.loads(lines[-2].removeprefix("data: "))["error"]
+    else:
+        assert response.status_code == 500
+        error = response.json()["error"]
+    assert error["type"] == "server_error"
+    assert "secret_name" not in response.text
+    assert "secret_name" in caplog.text
+    await http.stack.all_free()
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe{}",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"1",
+        b"NaN",
+        DEEP.encode(),
+        b"9" * 10_000,
+        *(
+            (b'{"model": "toy", "messages": ' + b'{"a":' * depth + b"1" + b"}" * depth + b"}")
+            for depth in range(50, 1000, 50)
+        ),
+        b'{"model": "toy", "messages": [null]}',
+        b'{"model": "toy", "messages": [[null, {"role": null}]]}',
+        b'{"model": "toy", "messages": [{"role": "user", "content": [null]}], "stop": [null, 1]}',
+        b'{"model": "toy", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"model": "toy", "messages": [{"role": "user", "content": "a"}], "temperature": NaN}',
+        b'{"model": "toy", "messages": [{"role": "user", "content": "a"}], "temperature": 1e999}',
+        b'{"model": "toy", "messages": [{"role": "user", "content": "a"}], "seed": 1e30}',
+        b'{"model": "toy", "messages": [{"role": "user", "content": "a"}], "top_k": '
+        + b"9" * 4000
+        + b"}",
+        b'{"model": "toy", "messages": [{"role": "user", "content": "a"}], "stop": "'
+        + b"s" * 5000
+        + b'"}',
+        b'{"model": "toy", "messages": [{"role": "user", "content": "a"}], "n": {"a": [1]}}',
+        b'{"model": {"a": 1}, "messages": "a"}',
+        b'{"a" : 1, "a" : {"b": null}}',
+    ],
+    ids=lambda body: repr(body[:60]) + str(len(body)),
+)
+async def test_no_body_breaks_the_gateway(http: Http, caplog, body: bytes) -> None:
+    response = await http.raw.post(
+        "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    assert len(response.text) < 2000
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("HEAD", "/v1/chat/completions", 405),
+        ("OPTIONS", "/v1/chat/completions", 405),
+        ("GET", "/v1/chat/completions", 405),
+        ("DELETE", "/v1/models", 405),
+        ("POST", "/health", 405),
+        ("GET", "/", 404),
+        ("GET", "/v1/models/%ff%fe", 404),
+        ("GET", "/v1/models/" + "x" * 3000, 404),
+        ("GET", "/docs/../v1/nothing", 404),
+        ("BREW", "/v1/models", 405),
+    ],
+)
+async def test_other_methods_and_paths_get_an_error_object(
+    http: Http, method: str, path: str, status: int
+) -> None:
+    response = await http.raw.request(method, path)
+    assert response.status_code == status
+    if method != "HEAD":
+        assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_body_that_breaks_off_is_nobody_s_mistake(http: Http, caplog) -> None:
+    port = http.raw.base_url.port
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n{")
+    await writer.drain()
+    await asyncio.sleep(0.1)
+    writer.close()
+    await asyncio.sleep(0.2)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    await http.stack.all_free()
