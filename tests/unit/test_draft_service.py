@@ -18,6 +18,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from draft_service.checkpoint import load_drafter
 from draft_service.config import DrafterConfig
 from draft_service.engine import Engine
 from draft_service.loading import LoadedDrafter
@@ -32,6 +33,7 @@ from flashduet.errors import (
     InvalidRequest,
     Unavailable,
 )
+from flashduet.models_default import shipped_drafter
 from flashduet.sampling.params import Sampling
 from flashduet.v1 import common_pb2 as pb
 from flashduet.v1 import draft_pb2 as dp
@@ -782,11 +784,9 @@ async def test_a_service_that_is_told_to_end_does_not_wait_for_its_weights(
 
 
 def test_the_shipped_drafter_is_a_valid_checkpoint() -> None:
-    from draft_service.loading import SHIPPED_DRAFTER
-
-    if not (SHIPPED_DRAFTER / "config.json").is_file():
-        pytest.skip("no drafter is shipped yet")
-    config = DrafterConfig.load(SHIPPED_DRAFTER)
+    folder = shipped_drafter()
+    config = DrafterConfig.load(folder)
+    load_drafter(folder)
     assert (config.hidden_size, config.num_target_layers) == (576, 30)
 
 
