@@ -83,7 +83,12 @@ class _ErrorsToStatus(grpc.aio.ServerInterceptor):
         # A stream's messages are parsed where the method reads them, a single one before the
         # method runs: here, so that bytes that are no message are answered like any other mistake.
         parse = None if handler.request_streaming else handler.request_deserializer
-        guarded = _guarded(getattr(handler, kind), handler_call_details.method, parse)
+        guarded = _guarded(
+            getattr(handler, kind),
+            handler_call_details.method,
+            parse,
+            headers_first=handler.response_streaming,
+        )
         return getattr(grpc, f"{kind}_rpc_method_handler")(
             guarded,
             request_deserializer=None if parse is not None else handler.request_deserializer,
@@ -91,8 +96,18 @@ class _ErrorsToStatus(grpc.aio.ServerInterceptor):
         )
 
 
-def _guarded(method: Anything, name: str, parse: Callable[[bytes], Anything] | None) -> Anything:
-    """`method`, of either of grpc.aio's two kinds, with its errors ended as `_fail` does."""
+def _guarded(
+    method: Anything,
+    name: str,
+    parse: Callable[[bytes], Anything] | None,
+    *,
+    headers_first: bool,
+) -> Anything:
+    """`method`, of either of grpc.aio's two kinds, with its errors ended as `_fail` does.
+
+    `headers_first`: gRPC would send them with the first message, and once more with the status
+    where a deadline cancels that very write. It refuses to, and the caller would wait for ever.
+    """
 
     async def generate(
         request: Anything, context: grpc.aio.ServicerContext
@@ -107,6 +122,8 @@ def _guarded(method: Anything, name: str, parse: Callable[[bytes], Anything] | N
 
     async def call(request: Anything, context: grpc.aio.ServicerContext) -> Anything:
         try:
+            if headers_first:
+                await context.send_initial_metadata(())
             return await method(request if parse is None else parse(request), context)
         except Exception as error:
             await _fail(context, name, error)

@@ -165,3 +165,46 @@ async def test_bytes_that_are_no_message_are_the_caller_s_mistake(method):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await asyncio.wait_for(call.read(), 10)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def _read_all(call):
+    async for _ in call:
+        await asyncio.sleep(0)
+
+
+class Impatient(gateway_pb2_grpc.GatewayServiceServicer):
+    """Gives up a write that takes long, as a request's deadline does."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    async def Generate(self, request, context):
+        small = gateway_pb2.GenerateResponse(chunk=gateway_pb2.GenerateChunk(text="small"))
+        large = gateway_pb2.GenerateResponse(chunk=gateway_pb2.GenerateChunk(text="x" * 1_000_000))
+        for _ in range(self.first):
+            await context.write(small)
+        try:
+            async with asyncio.timeout(0.3):
+                while True:
+                    await context.write(large)
+        except TimeoutError:
+            raise errors.DeadlineExceeded("the time is over") from None
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_a_write_that_is_given_up_does_not_swallow_the_status(first):
+    """gRPC would send the headers twice, fail, and leave the caller waiting for ever."""
+    options = [("grpc.http2.bdp_probe", 0)]
+    server = rpc.Server([])
+    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(Impatient(first), server.grpc)
+    await server.start("127.0.0.1:0")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=options) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        for wait_s in (1.0, 0.0):
+            call = stub.Generate(gateway_pb2.GenerateRequest())
+            await asyncio.sleep(wait_s)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await asyncio.wait_for(_read_all(call), 10)
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert caught.value.details() == "the time is over"
+    await server.stop(0)
