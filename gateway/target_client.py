@@ -77,14 +77,23 @@ class TargetSession:
 
     async def _ask(self, message: pb.DecodeRequest) -> pb.DecodeResponse:
         try:
-            with suppress(asyncio.InvalidStateError):  # It has ended: reading tells how.
-                await self._call.write(message)
+            await self._write(message)
             answer = await self._call.read()
         except grpc.RpcError as error:
             raise self._failure(rpc.from_rpc_error(error)) from error
         if not isinstance(answer, pb.DecodeResponse):
             raise self._failure(Unavailable("the target ended the session"))
         return answer
+
+    async def _write(self, message: pb.DecodeRequest) -> None:
+        try:
+            with suppress(asyncio.InvalidStateError):  # It has ended: reading tells how.
+                await self._call.write(message)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.INTERNAL:
+                raise
+            # It ended under the write, which makes grpc.aio forget with which status.
+            raise self._failure(Unavailable("the target ended the session")) from error
 
     def _failure(self, error: FlashduetError) -> FlashduetError:
         # A stream that the target cancelled is its failure, not the client's wish.

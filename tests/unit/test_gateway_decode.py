@@ -10,11 +10,17 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from flashduet import rpc
 from flashduet.errors import Overloaded, Unavailable
 from flashduet.rpc import from_rpc_error
-from flashduet.v1 import draft_pb2, gateway_pb2
+from flashduet.v1 import draft_pb2, gateway_pb2, target_pb2
 from flashduet.v1.common_pb2 import SamplingParams
+from flashduet.v1.target_pb2_grpc import (
+    TargetServiceServicer,
+    add_TargetServiceServicer_to_server,
+)
 from gateway import draft_link
+from gateway.target_client import TargetReplica
 from gateway.tokenization import Tokenizer
 from tests.support.tiny import IM_END
 from tests.unit.gateway_support import (
@@ -419,3 +425,30 @@ async def test_a_full_target_is_overload_with_its_own_retry_time(stack: ToyStack
     assert isinstance(error, Overloaded)
     assert error.retry_after_s == 2.5
     await stack.all_free()
+
+
+class _Refusing(TargetServiceServicer):
+    """Ends every stream before it has read from it."""
+
+    async def Decode(self, requests: object, context: grpc.aio.ServicerContext) -> None:
+        raise Overloaded("no room", 2.0)
+
+
+async def test_a_write_that_meets_the_streams_end_is_no_fault_of_ours() -> None:
+    """grpc.aio answers it with INTERNAL instead of the target's status."""
+    server = rpc.Server([])
+    add_TargetServiceServicer_to_server(_Refusing(), server.grpc)
+    await server.start("127.0.0.1:0")
+    replica = TargetReplica(f"127.0.0.1:{server.port}", 60)
+    kinds = set()
+    for number in range(300):
+        session = replica.session()
+        await asyncio.sleep(number % 50 / 10_000)
+        with pytest.raises((Overloaded, Unavailable)) as caught:
+            await asyncio.wait_for(session.open(target_pb2.DecodeOpen(), ""), 10)
+        kinds.add(type(caught.value))
+        session.abandon()
+    assert Overloaded in kinds
+    assert replica.sessions == 0
+    await replica._channel.close()
+    await server.stop(0)
