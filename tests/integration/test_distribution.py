@@ -1,0 +1,132 @@
+"""Sampled answers of a real pair follow the target's joint law, whatever the drafter guesses.
+
+The engines of both services, in process: several positions in a row, with blocks that are accepted
+in part, for consecutive seeds and for consecutive choices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from draft_service.engine import Engine as DraftEngine
+from draft_service.work import IngestWork, ProposeWork
+from flashduet.sampling.params import Sampling
+from target_service.session import PrefillChunk, Session, VerifyBlock
+from tests.support.tiny import tiny_drafter
+from tests.unit.drafting import engine_of
+from tests.unit.target_support import TinyTarget, load_tiny, run_one
+
+PROMPT = [7, 90, 41, 200]
+POSITIONS = 3
+# Strong noise and a wide filter, so that the random drafter often guesses right.
+KEPT = 200
+TEMPERATURE = 4.0
+BLOCK = 4
+SAMPLES = 800
+# Tokens are counted by their id's remainder: few enough outcomes to have expectations.
+CLASSES = 3
+# A right sampler fails a test of this size once in a million runs; seeds are fixed besides.
+Z_LIMIT = 5.0
+
+Answer = tuple[int, ...]
+
+
+@dataclass
+class Pairing:
+    target: TinyTarget
+    draft: DraftEngine
+    accepted: int = 0
+    rejected: int = 0
+
+    def answer(self, sampling: Sampling, choice: int) -> Answer:
+        """POSITIONS tokens by prefill and rounds, as the services drive the engines."""
+        layers = self.draft.config.target_layer_ids
+        session = self.target.session(PROMPT, sampling=sampling, choice=choice)
+        first = run_one(
+            self.target.engine, PrefillChunk(session, PROMPT, 0, last=True, layer_ids=layers)
+        )
+        context = self.draft.new_context()
+        rows = first.context
+        while session.committed_length < len(PROMPT) + POSITIONS:
+            assert rows is not None
+            propose = ProposeWork(
+                context,
+                session.anchor_position,
+                session.token_ids[-1],
+                BLOCK,
+                session.sampling,
+                choice,
+            )
+            ingest = IngestWork(context, rows.base, rows.features)
+            (drafts,) = self.draft.step([ingest], [propose]).drafts
+            assert drafts is not None
+            rows = self._verify(session, drafts.token_ids, layers)
+        return tuple(session.token_ids[len(PROMPT) : len(PROMPT) + POSITIONS])
+
+    def _verify(self, session: Session, drafts: list[int], layers: tuple[int, ...]):
+        block = VerifyBlock(session, session.anchor_position, drafts, layer_ids=layers)
+        result = run_one(self.target.engine, block)
+        self.accepted += result.accepted
+        self.rejected += result.accepted < len(drafts)
+        return result.context
+
+    @torch.inference_mode()
+    def law(self) -> Tensor:
+        """Probability of every class of answer, [CLASSES] * POSITIONS, from plain passes of the
+        stock model over every prefix that the filter allows."""
+        prefixes = torch.tensor([PROMPT])
+        chances = torch.ones(1, dtype=torch.float64)
+        classes = torch.zeros(1, dtype=torch.int64)
+        for _ in range(POSITIONS):
+            model = self.target.target.model
+            logits = torch.cat(
+                [model(part, use_cache=False).logits[:, -1] for part in prefixes.split(2048)]
+            )
+            kept = (logits.double() / TEMPERATURE).topk(KEPT, dim=-1)
+            chances = (chances[:, None] * kept.values.softmax(-1)).flatten()
+            classes = (classes[:, None] * CLASSES + kept.indices % CLASSES).flatten()
+            before = prefixes.repeat_interleave(KEPT, dim=0)
+            prefixes = torch.cat([before, kept.indices.flatten()[:, None]], dim=1)
+        law = torch.zeros(CLASSES**POSITIONS, dtype=torch.float64)
+        return law.index_add_(0, classes, chances).view([CLASSES] * POSITIONS)
+
+
+@pytest.fixture(scope="module")
+def pairing(tmp_path_factory: pytest.TempPathFactory) -> Pairing:
+    root: Path = tmp_path_factory.mktemp("law")
+    target = load_tiny(root / "target", "llama")
+    drafter = tiny_drafter(root / "drafter", target.folder)
+    return Pairing(target, engine_of(drafter, target.folder))
+
+
+def keys(consecutive: str) -> list[tuple[Sampling, int]]:
+    def sampling(seed: int) -> Sampling:
+        return Sampling(temperature=TEMPERATURE, top_k=KEPT, seed=seed)
+
+    if consecutive == "seeds":
+        return [(sampling(1_000 + index), 0) for index in range(SAMPLES)]
+    return [(sampling(5), index) for index in range(SAMPLES)]
+
+
+@pytest.mark.parametrize("consecutive", ["seeds", "choices"])
+def test_drafted_answers_have_the_targets_joint_law(pairing: Pairing, consecutive: str):
+    law = pairing.law()
+    assert law.sum().item() == pytest.approx(1.0)
+    pairing.accepted = pairing.rejected = 0
+    seen = torch.zeros_like(law)
+    for sampling, choice in keys(consecutive):
+        seen[tuple(token % CLASSES for token in pairing.answer(sampling, choice))] += 1
+    assert pairing.accepted > SAMPLES / 4, "the accept path must be walked"
+    assert pairing.rejected > SAMPLES / 4, "the reject path must be walked"
+
+    expected = SAMPLES * law
+    assert expected.min() >= 5
+    freedom = law.numel() - 1
+    chi_square = ((seen - expected) ** 2 / expected).sum().item()
+    assert (chi_square - freedom) / math.sqrt(2 * freedom) < Z_LIMIT
