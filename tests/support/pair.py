@@ -68,6 +68,14 @@ class Pair:
     def draft(self) -> str:
         return self._stack.draft_endpoint
 
+    @property
+    def target(self) -> str:
+        return self._stack.target_endpoint
+
+    def pids(self) -> dict[str, int]:
+        """Processes that run, by service."""
+        return self._stack.pids
+
     def pid(self, name: str) -> int:
         return self._stack.pids[name]
 
@@ -90,6 +98,16 @@ class Pair:
         with grpc.insecure_channel(self._stack.draft_endpoint) as channel:
             stub = draft_pb2_grpc.DraftServiceStub(channel)
             return stub.GetLoad(draft_pb2.DraftServiceGetLoadRequest(), timeout=5)
+
+    def target_info(self) -> target_pb2.TargetServiceGetModelInfoResponse:
+        with grpc.insecure_channel(self.target) as channel:
+            stub = target_pb2_grpc.TargetServiceStub(channel)
+            return stub.GetModelInfo(target_pb2.TargetServiceGetModelInfoRequest(), timeout=5)
+
+    def draft_info(self) -> draft_pb2.DraftServiceGetModelInfoResponse:
+        with grpc.insecure_channel(self.draft) as channel:
+            stub = draft_pb2_grpc.DraftServiceStub(channel)
+            return stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest(), timeout=5)
 
     def left_over(self, without: frozenset[str] = frozenset()) -> dict[str, int]:
         """What the running services still hold; empty when nothing is left."""
