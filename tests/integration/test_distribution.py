@@ -119,9 +119,10 @@ def test_drafted_answers_have_the_targets_joint_law(pairing: Pairing, consecutiv
     law = pairing.law()
     assert law.sum().item() == pytest.approx(1.0)
     pairing.accepted = pairing.rejected = 0
+    answers = [pairing.answer(sampling, choice) for sampling, choice in keys(consecutive)]
     seen = torch.zeros_like(law)
-    for sampling, choice in keys(consecutive):
-        seen[tuple(token % CLASSES for token in pairing.answer(sampling, choice))] += 1
+    for answer in answers:
+        seen[tuple(token % CLASSES for token in answer)] += 1
     assert pairing.accepted > SAMPLES / 4, "the accept path must be walked"
     assert pairing.rejected > SAMPLES / 4, "the reject path must be walked"
 
@@ -130,3 +131,26 @@ def test_drafted_answers_have_the_targets_joint_law(pairing: Pairing, consecutiv
     freedom = law.numel() - 1
     chi_square = ((seen - expected) ** 2 / expected).sum().item()
     assert (chi_square - freedom) / math.sqrt(2 * freedom) < Z_LIMIT
+    assert all(abs(score) < Z_LIMIT for score in surprise(pairing, answers))
+
+
+@torch.inference_mode()
+def surprise(pairing: Pairing, answers: list[Answer]) -> list[float]:
+    """Standard scores, one a position, of the answers' log-probabilities under the target.
+
+    Given what came before, log p of a sampled token has mean -H and a variance that the filtered
+    law tells; tokens that are the drafter's rather than the target's are far less likely.
+    """
+    ids = torch.tensor([[*PROMPT, *answer] for answer in answers])
+    logits = pairing.target.target.model(ids, use_cache=False).logits.double()
+    scores = []
+    for position in range(len(PROMPT), ids.shape[1]):
+        kept = (logits[:, position - 1] / TEMPERATURE).topk(KEPT, dim=-1)
+        log_chances = kept.values.log_softmax(-1)
+        chosen = (kept.indices == ids[:, position, None]).double()
+        assert bool(chosen.any(-1).all()), "a token that the filter drops was chosen"
+        mean = (log_chances.exp() * log_chances).sum(-1)
+        variance = (log_chances.exp() * log_chances.square()).sum(-1) - mean.square()
+        excess = (chosen * log_chances).sum(-1) - mean
+        scores.append((excess.sum() / variance.sum().sqrt()).item())
+    return scores
