@@ -8,14 +8,19 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from flashduet.client import Client
+from flashduet.healthcheck import Health, probe
 from flashduet.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from flashduet_cli.ports import free_ports
+from flashduet_cli.process import ServiceProcess
 from flashduet_cli.stack import Stack, StackConfig
+from flashduet_cli.stack_config import listen_variable, service_environment
 
 START_TIMEOUT_S = 240
 
@@ -34,20 +39,22 @@ class Pair:
     def __init__(self, target: Path, drafter: Path, trace_dir: Path, **environment: str) -> None:
         self.target_folder, self.drafter_folder, self.trace_dir = target, drafter, trace_dir
         self.logs: list[str] = []
+        self._more: list[ServiceProcess] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
+        self.environment = {
+            "FLASHDUET_TRACE_DIR": str(trace_dir),
+            "FLASHDUET_TARGET_PREFILL_CHUNK_TOKENS": "32",
+            **environment,
+        }
         config = StackConfig(
             model=str(target),
             drafter=str(drafter),
             dtype="float32",
             threads=1,
             free_ports=True,
-            env={
-                "FLASHDUET_TRACE_DIR": str(trace_dir),
-                "FLASHDUET_TARGET_PREFILL_CHUNK_TOKENS": "32",
-                **environment,
-            },
+            env=self.environment,
         )
         self._stack = self._run(self._make(config))
 
@@ -82,6 +89,42 @@ class Pair:
     def kill(self, name: str) -> None:
         os.kill(self.pid(name), signal.SIGKILL)
 
+    def restart(self, name: str, **changes: Any) -> None:
+        """Kill a service if it runs, and start it again on its port, with changed choices."""
+
+        async def run() -> None:
+            await self._stack.stop_service(name)
+            self._stack.config = replace(self._stack.config, **changes)
+            await self._stack.start_service(name)
+            await self._stack.wait_serving(name)
+
+        self._run(run())
+
+    def add(self, name: str, service: str, **environment: str) -> str:
+        """Start one more process of a service, on a free port; its address."""
+
+        async def run() -> str:
+            (port, http_port), stack = free_ports(2), self._stack
+            address = environment.pop("LISTEN", f"127.0.0.1:{port}")
+            given = service_environment(
+                service, stack.config, stack.addresses, stack._own_socket_dir
+            ) | {
+                listen_variable(service): address,
+                "FLASHDUET_GATEWAY_HTTP_LISTEN": f"127.0.0.1:{http_port}",
+                **environment,
+            }
+            process = ServiceProcess(name, stack.config.modules[service], given, stack._log)
+            await process.start()
+            self._more.append(process)
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while await probe(address, timeout_s=2.0) is not Health.SERVING:
+                assert process.returncode is None, list(process.tail)
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.2)
+            return address
+
+        return self._run(run())
+
     def wait_drafting(self) -> None:
         self._run(self._stack.wait_drafting(60))
 
@@ -94,8 +137,9 @@ class Pair:
             stub = target_pb2_grpc.TargetServiceStub(channel)
             return stub.GetLoad(target_pb2.TargetServiceGetLoadRequest(), timeout=5)
 
-    def draft_load(self) -> draft_pb2.DraftServiceGetLoadResponse:
-        with grpc.insecure_channel(self._stack.draft_endpoint) as channel:
+    def draft_load(self, endpoint: str = "") -> draft_pb2.DraftServiceGetLoadResponse:
+        """Of the stack's draft, or of the one at `endpoint`."""
+        with grpc.insecure_channel(endpoint or self.draft) as channel:
             stub = draft_pb2_grpc.DraftServiceStub(channel)
             return stub.GetLoad(draft_pb2.DraftServiceGetLoadRequest(), timeout=5)
 
@@ -142,6 +186,8 @@ class Pair:
             time.sleep(0.1)
 
     def stop(self) -> None:
+        for process in self._more:
+            self._run(process.stop(10))
         self._run(self._stack.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
