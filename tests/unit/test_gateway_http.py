@@ -479,3 +479,40 @@ async def test_a_body_that_breaks_off_is_nobody_s_mistake(http: Http, caplog) ->
     await asyncio.sleep(0.2)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
     await http.stack.all_free()
+
+
+def _raw_request(**fields: Any) -> bytes:
+    body = json.dumps({"model": "toy", "messages": HELLO, "max_tokens": 400, **fields}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_clients_that_hang_up_at_any_moment_leave_nothing(
+    http: Http, caplog, stream: bool
+) -> None:
+    port = http.raw.base_url.port
+    for number in range(60):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(_raw_request(stream=stream))
+        await asyncio.sleep(number % 20 / 1000)
+        if number % 2:
+            writer.transport.abort()
+        else:
+            writer.close()
+    await http.stack.all_free()
+    assert http.stack.router.route(drafted=True).target.sessions == 0
+    # The toy draft's own complaints about sessions that are gone are not meant.
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert not [record for record in errors if "ToyDraft" not in record.getMessage()]
+    assert (await http.chat()).usage.completion_tokens == 20
+
+
+async def test_a_reader_that_does_not_read_holds_up_itself_alone(http: Http) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.raw.base_url.port, limit=1024)
+    writer.write(_raw_request(stream=True))
+    await reader.readuntil(b"\r\n\r\n")
+    for _ in range(3):
+        assert (await http.chat()).usage.completion_tokens == 20
+    writer.transport.abort()
+    await http.stack.all_free()
