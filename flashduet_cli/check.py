@@ -40,7 +40,7 @@ def check() -> None:
     """Test what Flashduet promises."""
 
 
-@check_app.command()
+@check_app.command(short_help="Compare token ids with and without drafting.")
 def lossless(
     prompts: Annotated[
         Path, typer.Option(help="JSON lines with id and turns; the first turn is used.")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import shutil
 from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -137,10 +139,24 @@ def _ports() -> Iterator[Check]:
         try:
             check_free(listen, name, variable)
         except ConfigurationError as error:
-            if name != "http" and asyncio.run(probe(reachable(listen))) is not Health.UNREACHABLE:
+            if _is_ours(name, reachable(listen)):
                 yield Check("ports", name, "OK", f"a service of a running stack is on {listen}")
             else:
-                fix = f"set {variable}, or `flashduet up --free-ports`"
-                yield Check("ports", name, "WARN", error.message, fix)
+                what, _, fix = error.message.removeprefix(f"{name}: ").partition("; ")
+                yield Check("ports", name, "WARN", what, fix)
         else:
             yield Check("ports", name, "OK", f"{listen} is free")
+
+
+def _is_ours(name: str, endpoint: str) -> bool:
+    """Whether what listens there answers as a stack's service does, loading ones included."""
+    if name != "http":
+        return asyncio.run(probe(endpoint)) is not Health.UNREACHABLE
+    connection = HTTPConnection(endpoint, timeout=2.0)
+    try:
+        connection.request("GET", "/health")
+        return set(json.loads(connection.getresponse().read(1024))) == {"status"}
+    except (OSError, HTTPException, ValueError, TypeError):
+        return False
+    finally:
+        connection.close()

@@ -10,6 +10,7 @@ import typer
 from rich.text import Text
 
 from flashduet.client import AsyncClient, GenerateOptions, Generation, Message, Prompt
+from flashduet.models import served_name
 from flashduet_cli import options
 from flashduet_cli.console import err, fail, note, phase_table, print_json, run
 from flashduet_cli.reach import serving, started, undrafted_if_unknown
@@ -60,10 +61,10 @@ def generate(
         fail("--no-draft and --block-length exclude each other", 2)
     if raw and system is not None:
         fail("--raw takes the prompt as it is; it has no place for --system", 2)
-    text = _read_prompt(prompt)
+    text = _utf8(_read_prompt(prompt), "the prompt")
     question: Prompt = text
     if system is not None:
-        question = [Message("system", system), Message("user", text)]
+        question = [Message("system", _utf8(system, "--system")), Message("user", text)]
     asked: GenerateOptions = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -71,7 +72,7 @@ def generate(
         "top_k": top_k,
         "min_p": min_p,
         "seed": seed,
-        "stop": stop or [],
+        "stop": [_utf8(end, "--stop") for end in stop or []],
         "speculation": "off" if no_draft else None,
         "block_length": block_length,
         "raw": raw,
@@ -109,7 +110,7 @@ async def _generate(
                     "to `flashduet up`",
                     2,
                 )
-            asked["model"] = config.model
+            asked["model"] = None if config.model is None else served_name(config.model)
         else:
             if not start:
                 note(f"no stack at {endpoint}; starting one for this call")
@@ -128,7 +129,7 @@ async def _generate(
         if as_json:
             print_json(summary(generation))
         else:
-            _print_summary(generation)
+            _print_summary(generation, sampled=bool(asked["temperature"]))
 
 
 def _read_prompt(prompt: str | None) -> str:
@@ -136,10 +137,19 @@ def _read_prompt(prompt: str | None) -> str:
         return prompt
     if prompt is None and sys.stdin.isatty():
         fail("give a prompt as an argument or on standard input", 2)
-    text = sys.stdin.read().rstrip("\n")
+    # Text is UTF-8 on the wire, so it is here, whatever the terminal's locale is.
+    text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape").rstrip("\r\n")
     if not text:
         fail("the prompt on standard input is empty", 2)
     return text
+
+
+def _utf8(text: str, name: str) -> str:
+    """The text of an argument or of standard input, whose bytes have to be UTF-8."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError as error:
+        fail(f"{name} is not UTF-8 ({error}); convert it, e.g. with iconv", 2)
 
 
 def summary(generation: Generation) -> dict[str, object]:
@@ -161,16 +171,20 @@ def summary(generation: Generation) -> dict[str, object]:
     }
 
 
-def _print_summary(generation: Generation) -> None:
+def _print_summary(generation: Generation, sampled: bool) -> None:
     sys.stdout.write("\n")
     sys.stdout.flush()
     report = generation.speculation
+    rounds = "round" if report.rounds == 1 else "rounds"
     line = (
         f"{generation.usage.completion_tokens} tokens in {generation.seconds:.2f} s "
-        f"({generation.tokens_per_second:.1f} tokens/s), {report.rounds} rounds, "
+        f"({generation.tokens_per_second:.1f} tokens/s), {report.rounds} {rounds}, "
         f"acceptance length {report.acceptance_length:.2f}, "
         f"{report.accepted_tokens} of {report.drafted_tokens} drafted tokens accepted, "
-        f"finish reason {generation.finish_reason}, seed {generation.seed}"
+        f"finish reason {generation.finish_reason}"
     )
+    if sampled:
+        # Greedy answers depend on no seed.
+        line += f", seed {generation.seed}"
     err.print(Text(line, style="bold"), soft_wrap=True)
     err.print(phase_table(report.phases, generation.seconds))

@@ -20,9 +20,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Serve a causal language model faster, without changing one token of its output.",
 )
-app.command()(up)
-app.command()(generate)
-app.command()(doctor)
+app.command(short_help="Start target, draft and gateway.")(up)
+app.command(short_help="Stream an answer.")(generate)
+app.command(short_help="Tell what this machine can do.")(doctor)
 app.add_typer(models_app, name="models")
 app.add_typer(check_app, name="check")
 app.add_typer(trace_app, name="trace")

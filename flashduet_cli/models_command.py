@@ -18,7 +18,7 @@ from flashduet_cli.reach import serving
 models_app = typer.Typer(no_args_is_help=True, help="List served and cached models, or pull one.")
 
 
-@models_app.command("list")
+@models_app.command("list", short_help="Tell what is served and cached.")
 def list_models(
     endpoint: options.Endpoint = options.DEFAULT_ENDPOINT, as_json: options.AsJson = False
 ) -> None:
@@ -51,6 +51,9 @@ def list_models(
         )
         return
     table = Table("model", "where", "details")
+    for column in table.columns:
+        # Folders are there to be copied.
+        column.overflow = "fold"
     for card in served:
         drafter = f"drafter {card.drafter}" if card.drafter else "no drafter"
         table.add_row(card.id, f"served at {endpoint}", f"{card.context_window} tokens, {drafter}")
@@ -64,7 +67,7 @@ def list_models(
     out.print(table)
 
 
-@models_app.command()
+@models_app.command(short_help="Get a model into the cache.")
 def pull(
     reference: Annotated[
         str, typer.Argument(help="default, a .gguf file, a Hub id, or hub/id:file.gguf")

@@ -41,8 +41,8 @@ def check_free(listen: str, name: str, variable: str) -> None:
             else:
                 what = f"cannot be bound ({error.strerror})"
             raise ConfigurationError(
-                f"{name}: {listen} {what}; choose another address with {variable}, "
-                "or stop what holds it"
+                f"{name}: {listen} {what}; stop what holds it, choose another address with "
+                f"{variable}, or any with `flashduet up --free-ports`"
             ) from error
 
 

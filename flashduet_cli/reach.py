@@ -8,8 +8,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from flashduet.errors import Unavailable
+import grpc
+
+from flashduet.errors import ConfigurationError, Unavailable
 from flashduet.healthcheck import Health, probe
+from flashduet.rpc import open_channel
+from flashduet.v1 import gateway_pb2, gateway_pb2_grpc
 from flashduet_cli.console import err, log_line, note
 from flashduet_cli.pull import pull_in_thread
 from flashduet_cli.stack import Stack, StackConfig
@@ -22,11 +26,19 @@ async def serving(endpoint: str) -> bool:
     """Whether a gateway serves at `endpoint`; one that is still loading is waited for.
 
     Raises:
+        ConfigurationError: the endpoint is no address, or another service's.
         Unavailable: a gateway is there and did not become ready in time.
     """
+    if "://" in endpoint or ":" not in endpoint:
+        raise ConfigurationError(
+            f"--endpoint {endpoint}: the gateway's gRPC address is wanted, as host:port "
+            "without a scheme or path"
+        )
     deadline, said = time.monotonic() + LOADING_TIMEOUT_S, False
     while True:
         health = await probe(endpoint)
+        if health is Health.SERVING:
+            await _check_gateway(endpoint)
         if health is not Health.NOT_SERVING:
             return health is Health.SERVING
         if time.monotonic() > deadline:
@@ -38,6 +50,20 @@ async def serving(endpoint: str) -> bool:
             note(f"the gateway at {endpoint} is not serving yet; waiting for it")
             said = True
         await asyncio.sleep(0.5)
+
+
+async def _check_gateway(endpoint: str) -> None:
+    """Raise ConfigurationError where a service answers that is no gateway."""
+    async with open_channel(endpoint) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        try:
+            await stub.GetLoad(gateway_pb2.GatewayServiceGetLoadRequest(), timeout=5.0)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise ConfigurationError(
+                    f"--endpoint {endpoint}: a gRPC service that is no Flashduet gateway answers "
+                    "there; `flashduet up` tells the gateway's address when it is ready"
+                ) from error
 
 
 def undrafted_if_unknown(config: StackConfig) -> StackConfig:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import sys
@@ -45,6 +46,7 @@ POLL_S = 0.1
 # A draft that ran this long before it crashed is restarted without the grown wait.
 STABLE_S = 60.0
 DRAFTING_TIMEOUT_S = 20.0
+_SETTING = re.compile(r"FLASHDUET_\w+=")
 HTTP_TIMEOUT_S = 20.0
 
 # Called when something of note happens to a service: its name, and what in a few words.
@@ -321,5 +323,6 @@ def _ended(process: ServiceProcess) -> str:
 
 
 def _last_lines(process: ServiceProcess) -> str:
-    lines = list(process.tail)[-12:]
+    # The settings that a service prints at its start would push out what went wrong.
+    lines = [line for line in process.tail if not _SETTING.match(line)][-12:]
     return "\n".join(f"  {process.name} | {line}" for line in lines) or "  (it printed nothing)"

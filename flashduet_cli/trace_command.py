@@ -27,7 +27,7 @@ def trace() -> None:
     """Look at traces."""
 
 
-@trace_app.command()
+@trace_app.command(short_help="Show a request as a tree.")
 def show(
     place: Annotated[Path, typer.Argument(help="A trace file, or the folder FLASHDUET_TRACE_DIR.")],
     trace_id: Annotated[

@@ -29,6 +29,8 @@ role = pathlib.Path(__file__).stem.removeprefix("fake_")
 print(f"{role} loads", flush=True)
 if os.environ.get("FAKE_FAILS") == role:
     print("weights are missing", flush=True)
+    for number in range(20):
+        print(f"FLASHDUET_TARGET_NUMBER_{number}=7", flush=True)
     sys.exit(3)
 if os.environ.get("FAKE_CHILD") == role:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -173,6 +175,7 @@ async def test_a_service_that_cannot_start_is_named_with_its_last_words(fake, na
         await stack.start()
     assert f"{name} ended with exit status 3" in str(caught.value)
     assert "weights are missing" in str(caught.value)
+    assert "FLASHDUET_TARGET_NUMBER" not in str(caught.value), "settings are not last words"
     assert not stack.pids, "nothing may run after a failed start"
 
 
