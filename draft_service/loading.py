@@ -14,7 +14,7 @@ from draft_service.pairing import check_drafter
 from draft_service.settings import DraftSettings
 from draft_service.target_tensors import load_target_tensors
 from flashduet import models
-from flashduet.hardware import choose_device, choose_dtype
+from flashduet.hardware import choose_device, choose_dtype, compute_threads
 from flashduet.models_default import shipped_drafter
 from flashduet.transport.tensors import DATA_TYPES
 from flashduet.v1 import common_pb2 as pb
@@ -39,8 +39,7 @@ def load(settings: DraftSettings) -> LoadedDrafter:
     """
     device = choose_device(settings.device, "FLASHDUET_DRAFT_DEVICE")
     dtype = choose_dtype(settings.dtype, device)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    torch.set_num_threads(compute_threads(settings.threads))
     folder = _drafter_folder(settings.model)
     target_folder = models.resolve_model(settings.target_model)
     target_config = models.load_config(target_folder)

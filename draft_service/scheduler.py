@@ -60,9 +60,8 @@ class _Step:
 class Scheduler:
     """The queue in front of an engine. Every method is for the event loop's thread."""
 
-    def __init__(self, engine: Engine, threads: int = 0) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._threads = threads
         self._lock = threading.Condition()
         self._ingests: list[_Ingest] = []
         self._proposals: list[_Proposal] = []
@@ -128,9 +127,8 @@ class Scheduler:
             self._lock.notify()
 
     def _run(self) -> None:
-        # The thread that computes must ask for its threads itself: the setting is a thread's own.
-        if self._threads:
-            torch.set_num_threads(self._threads)
+        # How many threads compute is a thread's own setting: take over the process's.
+        torch.set_num_threads(torch.get_num_threads())
         while (step := self._wait()) is not None:
             self._do(step)
             del step  # an idle thread must not keep a closed session's memory

@@ -84,7 +84,7 @@ class DraftService:
             settings.lease_s,
             engine.vocab_size,
         )
-        coordinator = Coordinator(Scheduler(engine, settings.threads), limits)
+        coordinator = Coordinator(Scheduler(engine), limits)
         coordinator.start()
         info = draft_pb2.DraftServiceGetModelInfoResponse(
             instance_id=self.instance_id,

@@ -1,15 +1,21 @@
-"""Which device and data type a service computes with: one rule for target and draft."""
+"""What a service computes with: device, data type, cores and memory, by one rule for both sides."""
 
 from __future__ import annotations
 
 import logging
+import os
+from pathlib import Path
 
+import psutil
 import torch
 
 from flashduet.errors import ConfigurationError
 from flashduet.settings import DtypeChoice
 
 log = logging.getLogger(__name__)
+
+# Inside a container this is its own control group (version 2).
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def choose_device(wanted: str, variable: str) -> torch.device:
@@ -69,3 +75,34 @@ def choose_dtype(
 
 def _cpu_multiplies_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def usable_cores(cgroup: Path = CGROUP) -> int:
+    """Cores that this process may use: its affinity, and a container's quota rounded up."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quota = _read(cgroup / "cpu.max").split()
+    if len(quota) == 2 and quota[0].isdigit():
+        cores = min(cores or 1, -(-int(quota[0]) // int(quota[1])))
+    return max(1, cores or 1)
+
+
+def compute_threads(wanted: int) -> int:
+    """`wanted` threads; for 0 what OMP_NUM_THREADS says, else one for each usable core."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return wanted or (int(given) if given.isdigit() and int(given) else usable_cores())
+
+
+def available_memory(cgroup: Path = CGROUP) -> int:
+    """Bytes of main memory still to be had: the machine's, or a container's if that is less."""
+    available = psutil.virtual_memory().available
+    limit, used = _read(cgroup / "memory.max"), _read(cgroup / "memory.current")
+    if limit.isdigit() and used.isdigit():
+        available = min(available, max(0, int(limit) - int(used)))
+    return available
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

@@ -31,21 +31,17 @@ _POLL_S = 0.2
 
 
 def shipped_drafter() -> Path:
-    """Folder of the default target's drafter.
-
-    It lies beside the packages in a source tree and inside this one in an installed wheel.
+    """Folder of the default target's drafter, which lies beside the packages in a source tree.
 
     Raises:
-        ConfigurationError: it is in neither place.
+        ConfigurationError: it is not there, as in an installed wheel.
     """
-    package = Path(__file__).resolve().parent
-    places = [package.parent / "models" / _DRAFTER_NAME, package / "shipped" / _DRAFTER_NAME]
-    for folder in places:
-        if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
-            return folder
+    folder = Path(__file__).resolve().parent.parent / "models" / _DRAFTER_NAME
+    if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
+        return folder
     raise ConfigurationError(
-        f"the default drafter {_DRAFTER_NAME} is not beside this installation; reinstall, or give "
-        "a drafter's folder or Hub id (FLASHDUET_DRAFT_MODEL, --drafter)"
+        f"the default drafter {_DRAFTER_NAME} is not beside this installation; run from a checkout "
+        "of the project, or give a drafter's folder or Hub id (FLASHDUET_DRAFT_MODEL, --drafter)"
     )
 
 

@@ -134,9 +134,9 @@ def _guarded(
 async def _fail(context: grpc.aio.ServicerContext, name: str, error: Exception) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):  # It has its status already.
         raise error
-    if context.done():
-        # The caller has gone, and whatever was being written to it came to nothing.
-        logger.debug("%s: the caller had gone: %r", name, error)
+    if context.done() or isinstance(error, grpc.aio.InternalError):
+        # The caller has gone or the server stops, and what was being written came to nothing.
+        logger.debug("%s: the call is over: %r", name, error)
         raise asyncio.CancelledError from error
     if isinstance(error, DecodeError):
         error = errors.InvalidRequest("message", "bytes", "must be a message of this method")

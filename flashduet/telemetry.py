@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -165,7 +166,9 @@ def _exporters(service: str) -> list[SpanExporter]:
                 f"OTEL_TRACES_EXPORTER: {name!r} is not known; use otlp, console or none"
             )
     if folder := os.environ.get(TRACE_DIR_VARIABLE):
-        exporters.append(JsonFileExporter(Path(folder) / f"{service}-{os.getpid()}.jsonl"))
+        # Process ids repeat from container to container, which may share the folder.
+        name = f"{service}-{os.getpid()}-{secrets.token_hex(4)}.jsonl"
+        exporters.append(JsonFileExporter(Path(folder) / name))
     return exporters
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 from typing import Any
 
 import torch
 
 from flashduet import process
+from flashduet.hardware import compute_threads
 from flashduet.rpc import Server
 from flashduet.v1 import target_pb2_grpc
 from target_service.engine import Engine
@@ -48,7 +48,7 @@ async def serve(settings: TargetSettings) -> None:
 
 
 def _load(settings: TargetSettings) -> tuple[LoadedTarget, Engine]:
-    torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    torch.set_num_threads(compute_threads(settings.threads))
     target = load_target(settings)
     engine = Engine(target)
     engine.warm_up()

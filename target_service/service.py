@@ -6,9 +6,8 @@ import logging
 import os
 from dataclasses import dataclass
 
-import psutil
-
 from flashduet.errors import ConfigurationError
+from flashduet.hardware import available_memory
 from flashduet.settings import split_endpoints
 from flashduet.transport.negotiation import offers
 from flashduet.transport.options import MIB, TransportOptions
@@ -82,7 +81,7 @@ def _affordable_kv_tokens(settings: TargetSettings, target: LoadedTarget) -> int
 
         free = torch.cuda.mem_get_info(target.device)[0]
     else:
-        free = psutil.virtual_memory().available
+        free = available_memory()
     wanted = settings.max_sessions * target.facts.context_window
     tokens = min(wanted, free // 2 // target.kv_bytes_per_token)
     if tokens < 2:

@@ -95,7 +95,7 @@ async def open_sender(
         except (TransportError, OSError, RuntimeError) as error:  # RuntimeError: torch on a GPU
             reason = error.strerror if isinstance(error, OSError) else str(error)
             failures.append(f"{name}: {reason}")
-            log.info("transport %s cannot be used: %s", name, reason)
+            log.warning("transport %s cannot be used: %s", name, reason)
             continue
         opened[name] += 1
         log.info("transport %s chosen (%d bytes)", name, attach.ring_bytes)

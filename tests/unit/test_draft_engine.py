@@ -186,7 +186,7 @@ class Recorder(Engine):
 async def recorded(engine: Engine) -> AsyncIterator[tuple[Recorder, Scheduler]]:
     """A scheduler whose thread begins when the test says so."""
     recorder = Recorder(engine)
-    scheduler = Scheduler(recorder, threads=1)
+    scheduler = Scheduler(recorder)
     yield recorder, scheduler
     await scheduler.stop()
 

@@ -39,3 +39,24 @@ def test_a_type_asked_for_is_taken(wanted):
 def test_a_device_that_cannot_be_had_names_the_variable_and_the_fix(wanted):
     with pytest.raises(ConfigurationError, match=r"FLASHDUET_X_DEVICE.*use"):
         hardware.choose_device(wanted, "FLASHDUET_X_DEVICE")
+
+
+def test_a_containers_limits_count(tmp_path):
+    everything = hardware.usable_cores(tmp_path), hardware.available_memory(tmp_path)
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    assert hardware.usable_cores(tmp_path) == 1
+    assert hardware.available_memory(tmp_path) == 600_000
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert hardware.usable_cores(tmp_path) == everything[0]
+    assert hardware.available_memory(tmp_path) > 600_000
+
+
+def test_threads_are_those_asked_for_then_the_environments_then_the_cores(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert hardware.compute_threads(5) == 5
+    assert hardware.compute_threads(0) == 3
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert hardware.compute_threads(0) == hardware.usable_cores()
