@@ -26,12 +26,20 @@ INTERRUPTED = 130
 PHASES = ("admit", "prefill", "propose", "verify", "accept")
 PARTS = ("queue", "context_wait", "forward", "sample", "publish")
 
+# Without a terminal nothing needs to be cut.
+FILE_WIDTH = 400
+
 T = TypeVar("T")
 
 
 def print_json(value: object) -> None:
     """One JSON object on stdout, on one line, whatever the terminal's width."""
     typer.echo(json.dumps(value))
+
+
+def wide() -> Console:
+    """Where tables and trees go: a terminal as wide as it is, a pipe or a file wide enough."""
+    return out if out.is_terminal else Console(width=FILE_WIDTH, highlight=False)
 
 
 def log_line(service: str, line: str) -> None:

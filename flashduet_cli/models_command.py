@@ -11,7 +11,7 @@ from flashduet.client import AsyncClient, ModelCard
 from flashduet.errors import FlashduetError
 from flashduet.models_cache import cache_root
 from flashduet_cli import options
-from flashduet_cli.console import fail, note, out, print_json, run
+from flashduet_cli.console import fail, note, out, print_json, run, wide
 from flashduet_cli.pull import pull as pull_model
 from flashduet_cli.reach import serving
 
@@ -64,7 +64,7 @@ def list_models(
         note(f"nothing is served at {endpoint}")
     if not cached:
         note("nothing is cached; `flashduet models pull` gets the default target")
-    out.print(table)
+    wide().print(table)
 
 
 @models_app.command(short_help="Get a model into the cache.")

@@ -6,18 +6,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
 from flashduet.errors import FlashduetError
-from flashduet_cli.console import COLOURS, fail, note, out
+from flashduet_cli.console import COLOURS, fail, note, wide
 from flashduet_cli.trace_files import Span, Trace, read_traces
 
 SHOWN_ATTRIBUTES = ("round", "base", "rows", "tokens", "accepted", "transport")
 BAR_WIDTH = 16
-# Without a terminal nothing needs to be cut.
-FILE_WIDTH = 160
 
 trace_app = typer.Typer(no_args_is_help=True, help="Look at traces.")
 
@@ -46,8 +43,7 @@ def show(
         fail(f"no trace begins with {trace_id}; there are {len(traces)} in {place}")
     if len(chosen) > 1:
         note(f"the last of {len(chosen)} traces")
-    console = out if out.is_terminal else Console(width=FILE_WIDTH, highlight=False)
-    console.print(tree(chosen[-1], rounds or None))
+    wide().print(tree(chosen[-1], rounds or None))
 
 
 def tree(trace: Trace, rounds: int | None) -> Tree:

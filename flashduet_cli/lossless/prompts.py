@@ -45,9 +45,12 @@ def read_prompts(file: Path, model_folder: Path, limit: int | None) -> list[Chec
 
 def _lines(file: Path) -> list[tuple[str, str]]:
     try:
-        raw = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--prompts {file}: {error}") from error
+        # Not splitlines: JSON strings may hold U+2028 and other ends of lines as they are.
+        raw = file.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise ConfigurationError(f"--prompts {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"--prompts {file}: not UTF-8 ({error})") from error
     found = []
     for number, line in enumerate(raw, start=1):
         if not line.strip():

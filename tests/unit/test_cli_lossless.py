@@ -166,10 +166,11 @@ class TestReference:
 
 def test_prompts_are_first_turns_through_the_chat_template(target, tmp_path):
     file = tmp_path / "prompts.jsonl"
-    lines = [{"id": "a/1", "turns": ["hello", "more"]}, {"id": "b", "turns": ["x"]}]
-    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    lines = [{"id": "a/1", "turns": ["hello", "more"]}, {"id": "b", "turns": ["x\u2028y"]}]
+    texts = [json.dumps(line, ensure_ascii=False) for line in lines]
+    file.write_text("\n".join(texts) + "\n\n", encoding="utf-8")
     first, second = read_prompts(file, target, None)
-    assert (first.id, first.text, second.text) == ("a/1", "hello", "x")
+    assert (first.id, first.text, second.text) == ("a/1", "hello", "x\u2028y")
     assert first.token_ids[0] == 1, "the template opens with <|im_start|>"
     assert len(read_prompts(file, target, 1)) == 1
     file.write_text('{"id": "a"}\n')

@@ -83,6 +83,15 @@ def test_a_running_stack_is_asked_for_the_model_by_its_served_name(gateway, tmp_
     assert served == ["smollm2-135m-instruct", "org/name", tmp_path.name]
 
 
+def test_a_cached_folder_is_listed_on_one_line_to_be_copied(gateway, tmp_path, monkeypatch):
+    endpoint, _ = gateway
+    folder = tmp_path / "models" / f"{'long-name-' * 4}0123456789abcdef"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    monkeypatch.setenv("FLASHDUET_CACHE", str(tmp_path))
+    assert str(folder) in flashduet("models", "list", "--endpoint", endpoint).stdout
+
+
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:8000/v1", "localhost"])
 @pytest.mark.parametrize("command", [["generate", "hi"], ["models", "list"]])
 def test_what_is_no_grpc_address_is_refused(command, endpoint):
