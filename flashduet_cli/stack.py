@@ -225,15 +225,18 @@ class Stack:
     async def stop(self) -> None:
         """Stop everything, the gateway first; nothing of it runs afterwards. Never raises."""
         self._stopping = True
-        for name in list(self._keepers):
-            await self._drop_keeper(name)
-        if gateway := self._processes.get("gateway"):
-            await gateway.stop(self.config.stop_grace_s)
-        rest = [process for name, process in self._processes.items() if name != "gateway"]
-        await asyncio.gather(*(process.stop(self.config.stop_grace_s) for process in rest))
-        if self._own_socket_dir is not None:
-            shutil.rmtree(self._own_socket_dir, ignore_errors=True)
-            self._own_socket_dir = None
+        try:
+            for name in list(self._keepers):
+                await self._drop_keeper(name)
+            if gateway := self._processes.get("gateway"):
+                await gateway.stop(self.config.stop_grace_s)
+            rest = [process for name, process in self._processes.items() if name != "gateway"]
+            await asyncio.gather(*(process.stop(self.config.stop_grace_s) for process in rest))
+        finally:
+            # Also when a second Ctrl-C ends the waiting.
+            if self._own_socket_dir is not None:
+                shutil.rmtree(self._own_socket_dir, ignore_errors=True)
+                self._own_socket_dir = None
 
     async def __aenter__(self) -> Self:
         await self.start()

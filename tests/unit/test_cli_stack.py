@@ -206,6 +206,19 @@ async def test_a_service_that_ignores_sigterm_is_killed_with_its_children(fake):
     await eventually(lambda: gone(child))
 
 
+async def test_an_impatient_second_ctrl_c_leaves_no_folder(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    stack = Stack(fake(), log=Log())
+    await stack.start()
+    assert list(tmp_path.glob("flashduet-*"))
+    stopping = asyncio.create_task(stack.stop())
+    await asyncio.sleep(0)
+    stopping.cancel()
+    await asyncio.gather(stopping, return_exceptions=True)
+    assert not list(tmp_path.glob("flashduet-*"))
+    await stack.stop()
+
+
 async def test_a_taken_port_is_told_before_anything_starts(fake, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as holder:
         listen = f"127.0.0.1:{holder.getsockname()[1]}"
