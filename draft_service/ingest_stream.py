@@ -132,9 +132,14 @@ class IngestStream:
             end = self._coordinator.ingest(arrived)
         except ChunkRefused as refusal:
             self._coordinator.refused_chunks.add(refusal.reason)
-            # At `info`: a late chunk of a session that has just been closed is nothing unusual.
-            log.info(
-                "chunk of session %s at %d refused: %s", chunk.session_id.hex(), chunk.base, refusal
+            # A late chunk of a session that has just been closed is nothing unusual.
+            level = logging.DEBUG if refusal.reason == "CLOSED_SESSION" else logging.WARNING
+            log.log(
+                level,
+                "chunk of session %s at %d refused: %s",
+                chunk.session_id.hex(),
+                chunk.base,
+                refusal,
             )
             return draft_pb2.IngestResponse(nack=wire.nack(chunk, refusal))
         ack = draft_pb2.IngestAck(

@@ -14,7 +14,7 @@ from draft_service.pairing import check_drafter
 from draft_service.settings import DraftSettings
 from draft_service.target_tensors import load_target_tensors
 from flashduet import models
-from flashduet.hardware import choose_device, choose_dtype, compute_threads
+from flashduet.hardware import choose_device, choose_dtype, compute_threads, fastest_dtype
 from flashduet.models_default import shipped_drafter
 from flashduet.transport.tensors import DATA_TYPES
 from flashduet.v1 import common_pb2 as pb
@@ -38,7 +38,7 @@ def load(settings: DraftSettings) -> LoadedDrafter:
         ConfigurationError, CheckpointError, Incompatible: with the fix.
     """
     device = choose_device(settings.device, "FLASHDUET_DRAFT_DEVICE")
-    dtype = choose_dtype(settings.dtype, device)
+    dtype = choose_dtype(settings.dtype, fastest_dtype(device))
     torch.set_num_threads(compute_threads(settings.threads))
     folder = _drafter_folder(settings.model)
     target_folder = models.resolve_model(settings.target_model)

@@ -1,4 +1,4 @@
-"""What a service computes with: device, data type, cores and memory, by one rule for both sides."""
+"""What a service computes with: device, data type, cores and memory."""
 
 from __future__ import annotations
 
@@ -51,26 +51,33 @@ def choose_device(wanted: str, variable: str) -> torch.device:
     return device
 
 
-def choose_dtype(
-    wanted: DtypeChoice, device: torch.device, checkpoint: object = None
-) -> torch.dtype:
-    """`auto` on a CPU is bfloat16 where the CPU multiplies it, else float32; on a GPU it is the
-    checkpoint's own type if that has 16 bits, else bfloat16, or float16 on GPUs without it.
+def stored_dtype(checkpoint: object) -> torch.dtype:
+    """The type that a checkpoint's config names (a torch.dtype or its name); float32 without one.
 
-    Args:
-        checkpoint: a torch.dtype or its name, as in config.json; None where it does not matter.
+    It is what `auto` means for a target: in a narrower type its own choices would already differ.
     """
+    stored = getattr(torch, checkpoint, None) if isinstance(checkpoint, str) else checkpoint
+    chosen = stored if stored in (torch.float16, torch.bfloat16) else torch.float32
+    assert isinstance(chosen, torch.dtype)
+    return chosen
+
+
+def fastest_dtype(device: torch.device) -> torch.dtype:
+    """16 bits where the device computes with them, else float32.
+
+    It is what `auto` means for a drafter, whose rounding can cost acceptance and never a token.
+    """
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(False) else torch.float16
+    return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
+
+
+def choose_dtype(wanted: DtypeChoice, automatic: torch.dtype) -> torch.dtype:
+    """The type asked for, or `automatic`, which is then said in the log."""
     if wanted != "auto":
         return getattr(torch, wanted)  # type: ignore[no-any-return]
-    stored = getattr(torch, checkpoint, None) if isinstance(checkpoint, str) else checkpoint
-    if device.type == "cpu":
-        chosen = torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
-    elif stored in (torch.float16, torch.bfloat16):
-        chosen = torch.float16 if stored is torch.float16 else torch.bfloat16
-    else:
-        chosen = torch.bfloat16 if torch.cuda.is_bf16_supported(False) else torch.float16
-    log.info("dtype auto: %s on %s", str(chosen).removeprefix("torch."), device)
-    return chosen
+    log.info("dtype auto: %s", str(automatic).removeprefix("torch."))
+    return automatic
 
 
 def _cpu_multiplies_bfloat16() -> bool:

@@ -42,7 +42,10 @@ def run(
         settings = settings_type.load()
         setup_logging(settings.log_level)
         telemetry.setup(role)
-        logging.getLogger(role).info("settings:\n%s", settings.describe())
+        log = logging.getLogger(role)
+        log.info("settings:\n%s", settings.describe())
+        for variable in settings.unknown_variables():
+            log.warning("%s is no setting of this service and is ignored; misspelt?", variable)
         asyncio.run(serve(settings))
     except FlashduetError as error:
         # The message names the fix; a traceback would only hide it.

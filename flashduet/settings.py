@@ -49,6 +49,17 @@ class ServiceSettings(BaseSettings):
             ]
             raise ConfigurationError("; ".join(lines)) from error
 
+    @classmethod
+    def unknown_variables(cls) -> list[str]:
+        """Variables that begin like ours and name no field: most likely misspelt."""
+        prefix = str(cls.model_config.get("env_prefix", "")).upper()
+        known = {(prefix + name).upper() for name in cls.model_fields}
+        return sorted(
+            name
+            for name in map(str.upper, os.environ)
+            if name.startswith(prefix) and name not in known
+        )
+
     def describe(self) -> str:
         """One line a field, as environment variables; secrets masked."""
         prefix = str(self.model_config.get("env_prefix", ""))

@@ -59,6 +59,7 @@ class DraftLink:
         self._features = features
         self._drops = drops
         self._last_complaint = ""
+        self._was_attached = False
 
     async def run(self) -> None:
         """Until cancelled. A draft that is away or does not fit is tried again, more slowly."""
@@ -107,7 +108,7 @@ class DraftLink:
         except BaseException:
             sender.close()
             raise
-        self._last_complaint = ""
+        self._last_complaint, self._was_attached = "", True
         log.info(
             "draft %s at %s attached by %s, layers %s",
             welcome.draft_instance_id.hex(),
@@ -151,6 +152,8 @@ class DraftLink:
             error = rpc.from_rpc_error(error)
         text = str(error) or type(error).__name__
         level = logging.ERROR if isinstance(error, Incompatible) else logging.WARNING
+        if isinstance(error, Unavailable) and not self._was_attached:
+            level = logging.INFO  # Both start at the same time, and the draft may load for longer.
         if text != self._last_complaint:
             log.log(level, "draft %s: %s; trying again", self._endpoint, text)
         self._last_complaint = text

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from flashduet import models
 from flashduet.errors import CheckpointError
-from flashduet.hardware import choose_device, choose_dtype
+from flashduet.hardware import choose_device, choose_dtype, stored_dtype
 from flashduet.transport.tensors import DATA_TYPES
 from flashduet.v1 import common_pb2
 from target_service.settings import TargetSettings
@@ -79,7 +79,7 @@ def load_target(settings: TargetSettings) -> LoadedTarget:
     check_weight_files(folder)
     text = models.text_config(config)
     stored = getattr(config, "dtype", None) or getattr(text, "dtype", None)
-    dtype = choose_dtype(settings.dtype, device, stored)
+    dtype = choose_dtype(settings.dtype, stored_dtype(stored))
     model = _load(folder, dtype).to(device).eval()
     name = settings.name or models.served_name(settings.model)
     facts = models.model_facts(folder, name, DATA_TYPES[dtype])

@@ -1,4 +1,4 @@
-"""One rule for device and data type on both sides, loud where it cannot be kept."""
+"""Device, data type, cores and memory: what is chosen, and loud where it cannot be had."""
 
 import pytest
 import torch
@@ -10,10 +10,15 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
 
 @pytest.mark.parametrize(("native", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", torch.float16, None])
-def test_auto_on_a_cpu_is_what_the_cpu_multiplies(monkeypatch, native, expected, stored):
+def test_a_drafter_takes_what_the_cpu_multiplies(monkeypatch, native, expected):
     monkeypatch.setattr(hardware, "_cpu_multiplies_bfloat16", lambda: native)
-    assert hardware.choose_dtype("auto", CPU, stored) is expected
+    assert hardware.fastest_dtype(CPU) is expected
+
+
+@pytest.mark.parametrize(("native", "expected"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_a_drafter_takes_16_bits_on_a_gpu(monkeypatch, native, expected):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated=True: native)
+    assert hardware.fastest_dtype(GPU) is expected
 
 
 @pytest.mark.parametrize(
@@ -21,18 +26,18 @@ def test_auto_on_a_cpu_is_what_the_cpu_multiplies(monkeypatch, native, expected,
     [
         ("float16", torch.float16),
         (torch.bfloat16, torch.bfloat16),
-        ("float32", torch.bfloat16),
-        (None, torch.bfloat16),
+        ("float32", torch.float32),
+        ("float64", torch.float32),
+        (None, torch.float32),
     ],
 )
-def test_auto_on_a_gpu_follows_a_16_bit_checkpoint(monkeypatch, stored, expected):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated=True: True)
-    assert hardware.choose_dtype("auto", GPU, stored) is expected
+def test_a_target_keeps_the_type_it_is_stored_in(stored, expected):
+    assert hardware.stored_dtype(stored) is expected
 
 
-@pytest.mark.parametrize("wanted", ["float32", "float16", "bfloat16"])
-def test_a_type_asked_for_is_taken(wanted):
-    assert hardware.choose_dtype(wanted, CPU, "bfloat16") is getattr(torch, wanted)
+def test_a_type_asked_for_is_taken_and_auto_is_the_automatic_one():
+    assert hardware.choose_dtype("float16", torch.bfloat16) is torch.float16
+    assert hardware.choose_dtype("auto", torch.bfloat16) is torch.bfloat16
 
 
 @pytest.mark.parametrize("wanted", ["cuda:63", "meta", "gpu"])

@@ -35,3 +35,10 @@ def test_secrets_are_masked(monkeypatch):
 
 def test_endpoints_are_split():
     assert split_endpoints(" a:1, b:2,") == ["a:1", "b:2"]
+
+
+def test_a_misspelt_variable_is_found(monkeypatch):
+    monkeypatch.setenv("FLASHDUET_EXAMPLE_MAX_SESIONS", "9")
+    monkeypatch.setenv("FLASHDUET_EXAMPLE_MAX_SESSIONS", "9")
+    monkeypatch.setenv("FLASHDUET_OTHER_THING", "9")
+    assert Example.unknown_variables() == ["FLASHDUET_EXAMPLE_MAX_SESIONS"]
