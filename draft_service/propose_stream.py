@@ -6,7 +6,6 @@ The stream owns the sessions that it opens; `close` frees them, however the stre
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 
 import grpc
@@ -141,14 +140,17 @@ class _Outbox:
     async def close(self) -> None:
         """Write what is left, if that goes quickly, and end."""
         self._queue.put_nowait(None)
-        with contextlib.suppress(TimeoutError, asyncio.CancelledError, grpc.RpcError):
-            await asyncio.wait_for(self._writer, FLUSH_S)
+        # Waiting for a task, unlike awaiting it, mistakes no cancellation of ours for its own.
+        await asyncio.wait({self._writer}, timeout=FLUSH_S)
+        self._writer.cancel()
 
     async def _write(self) -> None:
         try:
             while (response := await self._queue.get()) is not None:
                 await self._context.write(response)
                 self._written.set()
+        except (grpc.RpcError, grpc.aio.InternalError):
+            pass  # The stream is over, and with it whoever would read.
         finally:
             self._written.set()
 

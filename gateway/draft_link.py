@@ -78,8 +78,9 @@ class DraftLink:
                 if (session := self.sessions.get(response.session_id)) is not None:
                     session.receive(response)
         except asyncio.CancelledError:
-            # Either `send` ended the call, or the gateway ends this task.
-            if not self._overflowed:
+            # Either `send` ended the call, or the gateway ends this task, or both.
+            task = asyncio.current_task()
+            if not self._overflowed or (task is not None and task.cancelling()):
                 raise
             logger.warning("a draft reads nothing any more; its stream is cut off")
         finally:

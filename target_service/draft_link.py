@@ -130,21 +130,20 @@ class DraftLink:
         return tuple(welcome.target_layer_ids)
 
     async def _carry(self, call: _Call, stream: IngestStream) -> None:
-        """Write chunks and read answers until either ends."""
-        tasks = [
-            asyncio.create_task(_write_chunks(call, stream)),
-            asyncio.create_task(_read_answers(call, stream)),
-        ]
+        """Write chunks and read answers until the reader raises what ended the stream."""
+        reading = asyncio.create_task(_read_answers(call, stream))
+        writing = asyncio.create_task(_write_chunks(call, stream))
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            for task in tasks:
-                task.cancel()
-            # Their ends are waited for, so that no callback touches a closed stream.
-            with suppress(asyncio.CancelledError):
-                await asyncio.gather(*tasks, return_exceptions=True)
-        for task in done:
-            task.result()
+            reading.cancel()
+            writing.cancel()
+            # Waited for, so that no callback touches a closed stream. `wait`, unlike `gather` or a
+            # TaskGroup, takes no cancellation of this link for one of its tasks.
+            await asyncio.wait({reading, writing})
+        for task in (reading, writing):
+            if not task.cancelled():
+                task.result()
 
     def _complain(self, error: BaseException) -> None:
         """Log a failure once, not at every attempt."""
@@ -160,8 +159,10 @@ class DraftLink:
 
 
 async def _write_chunks(call: _Call, stream: IngestStream) -> None:
-    while True:
-        await call.write(await stream.next_request())
+    # A write that meets the stream's end says less of it than the reader will.
+    with suppress(grpc.RpcError, asyncio.InvalidStateError):
+        while True:
+            await call.write(await stream.next_request())
 
 
 async def _read_answers(call: _Call, stream: IngestStream) -> None:

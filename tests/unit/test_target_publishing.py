@@ -277,3 +277,28 @@ def _descriptors() -> list[str]:
         with suppress(FileNotFoundError):  # the listing's own
             names.append(os.readlink(descriptor))
     return names
+
+
+async def test_a_link_that_is_closed_just_as_its_draft_ends_does_end(
+    tiny: TinyTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancellation that came while the link waited for its two tasks was taken for theirs."""
+    ending, may_end = asyncio.Event(), asyncio.Event()
+
+    async def slow_to_end(call: object, stream: object) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ending.set()
+            await may_end.wait()
+
+    monkeypatch.setattr("target_service.draft_link._write_chunks", slow_to_end)
+    async with running_peer(tmp_path, LAYERS) as (_, endpoint):
+        target = running_target(tiny, tmp_path, drafts=endpoint)
+        running = await target.__aenter__()
+        await running.attached()
+    await asyncio.wait_for(ending.wait(), 10)
+    closing = asyncio.create_task(target.__aexit__(None, None, None))
+    await asyncio.sleep(0.2)
+    may_end.set()
+    await asyncio.wait_for(closing, 10)
