@@ -24,27 +24,39 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66lashduet/v1/common.proto\x12\x0c\x66lashduet.v1\"\xb0\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seed\"@\n\nRingRecord\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\"\x90\x01\n\rTensorPayload\x12)\n\tdata_type\x18\x01 \x01(\x0e\x32\x16.flashduet.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x04\x12(\n\x04ring\x18\x03 \x01(\x0b\x32\x18.flashduet.v1.RingRecordH\x00\x12\x10\n\x06inline\x18\x04 \x01(\x0cH\x00\x42\t\n\x07storage\"\xc6\x01\n\nModelFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmodel_type\x18\x02 \x01(\t\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x06 \x01(\t\x12\x16\n\x0e\x63ontext_window\x18\x07 \x01(\r\x12)\n\tdata_type\x18\x08 \x01(\x0e\x32\x16.flashduet.v1.DataType\"t\n\x0cPhaseTimings\x12\x10\n\x08queue_us\x18\x01 \x01(\x04\x12\x12\n\nforward_us\x18\x02 \x01(\x04\x12\x11\n\tsample_us\x18\x03 \x01(\x04\x12\x12\n\npublish_us\x18\x04 \x01(\x04\x12\x17\n\x0f\x63ontext_wait_us\x18\x05 \x01(\x04\",\n\x0bReasonCount\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04*k\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03*i\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x14\n\x10TRANSPORT_INLINE\x10\x01\x12\x13\n\x0fTRANSPORT_MEMFD\x10\x02\x12\x16\n\x12TRANSPORT_CUDA_IPC\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66lashduet/v1/common.proto\x12\x0c\x66lashduet.v1\"\xc5\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12?\n\nlogit_bias\x18\t \x03(\x0b\x32+.flashduet.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penalty\"F\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x13\n\x0btoken_bytes\x18\x03 \x01(\x0c\"g\n\x10PositionLogprobs\x12*\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x1a.flashduet.v1.TokenLogprob\x12\'\n\x03top\x18\x02 \x03(\x0b\x32\x1a.flashduet.v1.TokenLogprob\"N\n\x08StepTime\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\r\n\x05steps\x18\x02 \x01(\x04\x12\x0f\n\x07mean_us\x18\x03 \x01(\x04\x12\x0e\n\x06p99_us\x18\x04 \x01(\x04\"@\n\nRingRecord\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\"\x90\x01\n\rTensorPayload\x12)\n\tdata_type\x18\x01 \x01(\x0e\x32\x16.flashduet.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x04\x12(\n\x04ring\x18\x03 \x01(\x0b\x32\x18.flashduet.v1.RingRecordH\x00\x12\x10\n\x06inline\x18\x04 \x01(\x0cH\x00\x42\t\n\x07storage\"\xc6\x01\n\nModelFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmodel_type\x18\x02 \x01(\t\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x06 \x01(\t\x12\x16\n\x0e\x63ontext_window\x18\x07 \x01(\r\x12)\n\tdata_type\x18\x08 \x01(\x0e\x32\x16.flashduet.v1.DataType\"t\n\x0cPhaseTimings\x12\x10\n\x08queue_us\x18\x01 \x01(\x04\x12\x12\n\nforward_us\x18\x02 \x01(\x04\x12\x11\n\tsample_us\x18\x03 \x01(\x04\x12\x12\n\npublish_us\x18\x04 \x01(\x04\x12\x17\n\x0f\x63ontext_wait_us\x18\x05 \x01(\x04\",\n\x0bReasonCount\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04*R\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x01\x12\x12\n\x0ePRIORITY_BATCH\x10\x02*k\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03*i\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x14\n\x10TRANSPORT_INLINE\x10\x01\x12\x13\n\x0fTRANSPORT_MEMFD\x10\x02\x12\x16\n\x12TRANSPORT_CUDA_IPC\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flashduet.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DATATYPE']._serialized_start=800
-  _globals['_DATATYPE']._serialized_end=907
-  _globals['_TRANSPORT']._serialized_start=909
-  _globals['_TRANSPORT']._serialized_end=1014
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_PRIORITY']._serialized_start=1334
+  _globals['_PRIORITY']._serialized_end=1416
+  _globals['_DATATYPE']._serialized_start=1418
+  _globals['_DATATYPE']._serialized_end=1525
+  _globals['_TRANSPORT']._serialized_start=1527
+  _globals['_TRANSPORT']._serialized_end=1632
   _globals['_SAMPLINGPARAMS']._serialized_start=44
-  _globals['_SAMPLINGPARAMS']._serialized_end=220
-  _globals['_RINGRECORD']._serialized_start=222
-  _globals['_RINGRECORD']._serialized_end=286
-  _globals['_TENSORPAYLOAD']._serialized_start=289
-  _globals['_TENSORPAYLOAD']._serialized_end=433
-  _globals['_MODELFACTS']._serialized_start=436
-  _globals['_MODELFACTS']._serialized_end=634
-  _globals['_PHASETIMINGS']._serialized_start=636
-  _globals['_PHASETIMINGS']._serialized_end=752
-  _globals['_REASONCOUNT']._serialized_start=754
-  _globals['_REASONCOUNT']._serialized_end=798
+  _globals['_SAMPLINGPARAMS']._serialized_end=497
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=328
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=376
+  _globals['_TOKENLOGPROB']._serialized_start=499
+  _globals['_TOKENLOGPROB']._serialized_end=569
+  _globals['_POSITIONLOGPROBS']._serialized_start=571
+  _globals['_POSITIONLOGPROBS']._serialized_end=674
+  _globals['_STEPTIME']._serialized_start=676
+  _globals['_STEPTIME']._serialized_end=754
+  _globals['_RINGRECORD']._serialized_start=756
+  _globals['_RINGRECORD']._serialized_end=820
+  _globals['_TENSORPAYLOAD']._serialized_start=823
+  _globals['_TENSORPAYLOAD']._serialized_end=967
+  _globals['_MODELFACTS']._serialized_start=970
+  _globals['_MODELFACTS']._serialized_end=1168
+  _globals['_PHASETIMINGS']._serialized_start=1170
+  _globals['_PHASETIMINGS']._serialized_end=1286
+  _globals['_REASONCOUNT']._serialized_start=1288
+  _globals['_REASONCOUNT']._serialized_end=1332
 # @@protoc_insertion_point(module_scope)

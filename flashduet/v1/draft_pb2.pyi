@@ -81,16 +81,20 @@ class ProposeRequest(_message.Message):
     def __init__(self, traceparent: _Optional[str] = ..., session_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., open: _Optional[_Union[ProposeOpen, _Mapping]] = ..., block: _Optional[_Union[ProposeBlock, _Mapping]] = ..., rewind: _Optional[_Union[ProposeRewind, _Mapping]] = ..., cancel: _Optional[_Union[ProposeCancel, _Mapping]] = ..., heartbeat: _Optional[_Union[ProposeHeartbeat, _Mapping]] = ..., close: _Optional[_Union[ProposeClose, _Mapping]] = ...) -> None: ...
 
 class ProposeOpen(_message.Message):
-    __slots__ = ("choice", "target_instance_id", "sampling", "prompt_length")
+    __slots__ = ("choice", "target_instance_id", "sampling", "prompt_length", "token_ids", "cache_salt")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     TARGET_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     choice: int
     target_instance_id: bytes
     sampling: _common_pb2.SamplingParams
     prompt_length: int
-    def __init__(self, choice: _Optional[int] = ..., target_instance_id: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., prompt_length: _Optional[int] = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    cache_salt: str
+    def __init__(self, choice: _Optional[int] = ..., target_instance_id: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., prompt_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class ProposeBlock(_message.Message):
     __slots__ = ("round", "committed_length", "anchor_token_id", "block_length", "budget_us")
@@ -337,7 +341,7 @@ class DraftServiceGetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DraftServiceGetLoadResponse(_message.Message):
-    __slots__ = ("sessions", "max_sessions", "context_rows", "max_context_rows", "queued_proposals", "rings", "proposals", "refused_chunks", "refused_proposals")
+    __slots__ = ("sessions", "max_sessions", "context_rows", "max_context_rows", "queued_proposals", "rings", "proposals", "refused_chunks", "refused_proposals", "context_blocks", "free_context_blocks", "cached_context_blocks", "context_block_rows", "step_times")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -347,6 +351,11 @@ class DraftServiceGetLoadResponse(_message.Message):
     PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_CONTEXT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_CONTEXT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_BLOCK_ROWS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
     sessions: int
     max_sessions: int
     context_rows: int
@@ -356,4 +365,9 @@ class DraftServiceGetLoadResponse(_message.Message):
     proposals: int
     refused_chunks: _containers.RepeatedCompositeFieldContainer[_common_pb2.ReasonCount]
     refused_proposals: _containers.RepeatedCompositeFieldContainer[_common_pb2.ReasonCount]
-    def __init__(self, sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., context_rows: _Optional[int] = ..., max_context_rows: _Optional[int] = ..., queued_proposals: _Optional[int] = ..., rings: _Optional[int] = ..., proposals: _Optional[int] = ..., refused_chunks: _Optional[_Iterable[_Union[_common_pb2.ReasonCount, _Mapping]]] = ..., refused_proposals: _Optional[_Iterable[_Union[_common_pb2.ReasonCount, _Mapping]]] = ...) -> None: ...
+    context_blocks: int
+    free_context_blocks: int
+    cached_context_blocks: int
+    context_block_rows: int
+    step_times: _containers.RepeatedCompositeFieldContainer[_common_pb2.StepTime]
+    def __init__(self, sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., context_rows: _Optional[int] = ..., max_context_rows: _Optional[int] = ..., queued_proposals: _Optional[int] = ..., rings: _Optional[int] = ..., proposals: _Optional[int] = ..., refused_chunks: _Optional[_Iterable[_Union[_common_pb2.ReasonCount, _Mapping]]] = ..., refused_proposals: _Optional[_Iterable[_Union[_common_pb2.ReasonCount, _Mapping]]] = ..., context_blocks: _Optional[int] = ..., free_context_blocks: _Optional[int] = ..., cached_context_blocks: _Optional[int] = ..., context_block_rows: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[_common_pb2.StepTime, _Mapping]]] = ...) -> None: ...

@@ -57,7 +57,8 @@ class GatewayServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Streams an answer: Started, any number of Chunk, then exactly one Complete.
+        """Streams the answers: Started, any number of Chunk, one Finished for each choice, then exactly
+        one Complete. Chunks of different choices come in any order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
