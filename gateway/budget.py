@@ -45,6 +45,11 @@ class LatencyBudget:
         self.seconds = limits.ceiling_s
 
     @property
+    def ceiling_s(self) -> float:
+        """The longest that any proposal is waited for."""
+        return self._limits.ceiling_s
+
+    @property
     def resting(self) -> bool:
         return self._clock() < self._rests_until
 

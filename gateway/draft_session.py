@@ -17,7 +17,8 @@ from flashduet.v1.common_pb2 import PhaseTimings
 if TYPE_CHECKING:
     from gateway.draft_link import DraftLink
 
-_OPEN_BUDGET_S = 0.5
+# An open computes nothing: it gets half of the longest time that a proposal may take.
+_OPEN_SHARE = 0.5
 # The draft answers this much before we stop waiting, so that its own reason still arrives.
 _ANSWER_MARGIN = 0.9
 # After k refusals in a row a session asks again 2^k rounds later, and at most so much later.
@@ -73,7 +74,8 @@ class DraftSession:
             return False
         self._link.sessions[self._id] = self
         answer = await self._ask(
-            pb.ProposeRequest(traceparent=traceparent, open=self._opening), _OPEN_BUDGET_S
+            pb.ProposeRequest(traceparent=traceparent, open=self._opening),
+            self._link.budget.ceiling_s * _OPEN_SHARE,
         )
         if answer is None:
             self._link.stalled = True

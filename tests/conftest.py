@@ -12,7 +12,7 @@ import pytest
 # before torch is imported, and inherited by every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.support.pair import Pair
+from tests.support.pair import PATIENCE, Pair
 from tests.support.tiny import tiny_drafter, tiny_target
 
 
@@ -30,7 +30,10 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pair(tiny_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """One stack for all tests that leave it as they found it."""
     running = Pair(
-        tiny_models / "target", tiny_models / "drafter", tmp_path_factory.mktemp("traces")
+        tiny_models / "target",
+        tiny_models / "drafter",
+        tmp_path_factory.mktemp("traces"),
+        **PATIENCE,
     )
     yield running
     running.stop()
@@ -40,7 +43,10 @@ def pair(tiny_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def other_pair(tiny_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """The same target with another drafter."""
     running = Pair(
-        tiny_models / "target", tiny_models / "other", tmp_path_factory.mktemp("other_traces")
+        tiny_models / "target",
+        tiny_models / "other",
+        tmp_path_factory.mktemp("other_traces"),
+        **PATIENCE,
     )
     yield running
     running.stop()

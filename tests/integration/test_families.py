@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from flashduet.client import Client
 from flashduet.sampling.params import Sampling
-from tests.support.pair import Pair
+from tests.support.pair import PATIENCE, Pair
 from tests.support.tiny import tiny_drafter, tiny_target
 
 LENGTH = 40
@@ -23,7 +23,7 @@ def family_pair(
 ) -> Iterator[Pair]:
     root: Path = tmp_path_factory.mktemp(request.param)
     target = tiny_target(root / "target", request.param)
-    running = Pair(target, tiny_drafter(root / "drafter", target), root / "traces")
+    running = Pair(target, tiny_drafter(root / "drafter", target), root / "traces", **PATIENCE)
     yield running
     running.stop()
 

@@ -15,7 +15,7 @@ from flashduet.client import AsyncClient
 from flashduet.client.results import Generation
 from flashduet.errors import Cancelled, DeadlineExceeded, Overloaded
 from flashduet.sampling.params import Sampling
-from tests.support.pair import Pair, wait_until
+from tests.support.pair import PATIENCE, Pair, wait_until
 
 AT_ONCE = 24
 LENGTH = 60
@@ -24,15 +24,14 @@ WAIT_S = 240
 
 @pytest.fixture(scope="module")
 def wide_pair(tiny_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """A stack with room for all of them, whose draft is given the time that a busy machine needs:
-    what is tested is what load does to answers, not how long it takes."""
+    """A stack with room for all of them: what is tested is what load does to answers, not how long
+    it takes."""
     running = Pair(
         tiny_models / "target",
         tiny_models / "drafter",
         tmp_path_factory.mktemp("traces"),
         FLASHDUET_TARGET_MAX_SESSIONS="32",
-        FLASHDUET_GATEWAY_DRAFT_BUDGET_FLOOR_MS="5000",
-        FLASHDUET_GATEWAY_DRAFT_BUDGET_CEILING_MS="5000",
+        **PATIENCE,
     )
     yield running
     running.stop()

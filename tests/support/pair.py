@@ -24,6 +24,12 @@ from flashduet_cli.stack_config import listen_variable, service_environment
 
 START_TIMEOUT_S = 240
 
+# A draft is given the time that a busy machine needs, where a test is not about that time.
+PATIENCE = {
+    "FLASHDUET_GATEWAY_DRAFT_BUDGET_FLOOR_MS": "20000",
+    "FLASHDUET_GATEWAY_DRAFT_BUDGET_CEILING_MS": "20000",
+}
+
 
 def wait_until(condition: Callable[[], bool], within_s: float, what: str) -> None:
     """Poll until `condition()`; an AssertionError that says what was waited for otherwise."""
