@@ -31,17 +31,19 @@ _POLL_S = 0.2
 
 
 def shipped_drafter() -> Path:
-    """Folder of the default target's drafter, which lies beside the packages in a source tree.
+    """Folder of the default target's drafter: beside the packages in a source tree, inside this one
+    where a wheel was installed.
 
     Raises:
-        ConfigurationError: it is not there, as in an installed wheel.
+        ConfigurationError: it is in neither place.
     """
-    folder = Path(__file__).resolve().parent.parent / "models" / _DRAFTER_NAME
-    if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
-        return folder
+    package = Path(__file__).resolve().parent
+    for folder in (package.parent / "models" / _DRAFTER_NAME, package / "drafters" / _DRAFTER_NAME):
+        if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
+            return folder
     raise ConfigurationError(
-        f"the default drafter {_DRAFTER_NAME} is not beside this installation; run from a checkout "
-        "of the project, or give a drafter's folder or Hub id (FLASHDUET_DRAFT_MODEL, --drafter)"
+        f"the default drafter {_DRAFTER_NAME} is missing from this installation; install it again, "
+        "or give a drafter's folder or Hub id (FLASHDUET_DRAFT_MODEL, --drafter)"
     )
 
 
