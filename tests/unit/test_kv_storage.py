@@ -62,7 +62,7 @@ def test_neighbouring_blocks_are_read_without_a_copy(storage: KVStorage) -> None
 def test_positions_that_no_block_holds_are_refused(storage: KVStorage) -> None:
     with pytest.raises(ValueError, match="positions 0 to 9 wanted, 2 blocks of 4"):
         storage.locate([0, 1], 0, 9)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="positions 5 to 4 wanted"):
         storage.locate([0, 1], 5, 4)
     with pytest.raises(ValueError, match="at least 1"):
         KVStorage(SHAPES, 0, 4, torch.float32)
