@@ -24,6 +24,8 @@ class FlashduetError(Exception):
     grpc_status = "INTERNAL"
     http_status = 500
     openai_type = "server_error"
+    # OpenAI's word for what is wrong, where its clients know one.
+    openai_code: str | None = None
 
     @property
     def message(self) -> str:
@@ -45,6 +47,7 @@ class InvalidRequest(FlashduetError):
     grpc_status = "INVALID_ARGUMENT"
     http_status = 400
     openai_type = "invalid_request_error"
+    openai_code = "invalid_value"
 
     def __init__(self, field: str, value: object, limit: str) -> None:
         shown = repr(value)
@@ -53,6 +56,38 @@ class InvalidRequest(FlashduetError):
         self.field, self.limit = field, limit
         self.violations = (FieldViolation(field, f"{shown} given, {limit}"),)
         super().__init__(f"{field}: {shown} given, {limit}")
+
+
+class UnknownModel(InvalidRequest):
+    """A model is asked for that is not the served one."""
+
+    http_status = 404
+    openai_code = "model_not_found"
+
+    def __init__(self, model: str, served: str) -> None:
+        super().__init__("model", model, f"served is {served!r}")
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt and answer do not fit the context window."""
+
+    openai_code = "context_length_exceeded"
+
+
+class PayloadTooLarge(InvalidRequest):
+    """The request has more bytes than are read."""
+
+    http_status = 413
+    openai_code = "request_too_large"
+
+
+class Unauthenticated(FlashduetError):
+    """The caller showed no key, or one that is not ours."""
+
+    grpc_status = "UNAUTHENTICATED"
+    http_status = 401
+    openai_type = "invalid_request_error"
+    openai_code = "invalid_api_key"
 
 
 class RemoteInvalidRequest(InvalidRequest):
@@ -71,6 +106,7 @@ class Overloaded(FlashduetError):
     grpc_status = "RESOURCE_EXHAUSTED"
     http_status = 429
     openai_type = "rate_limit_error"
+    openai_code = "rate_limit_exceeded"
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         self.retry_after_s = retry_after_s

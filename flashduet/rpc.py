@@ -152,8 +152,15 @@ class Server:
     Whatever a servicer's method raises reaches the caller as a status of ours.
     """
 
-    def __init__(self, service_names: Sequence[str]) -> None:
-        self.grpc = grpc.aio.server(interceptors=[_ErrorsToStatus()], options=SERVER_OPTIONS)
+    def __init__(
+        self,
+        service_names: Sequence[str],
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        """`interceptors` come after the one that turns errors into a status; they may raise."""
+        self.grpc = grpc.aio.server(
+            interceptors=[_ErrorsToStatus(), *interceptors], options=SERVER_OPTIONS
+        )
         self._names = ["", *service_names]
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
@@ -223,6 +230,8 @@ def from_rpc_error(error: grpc.RpcError) -> errors.FlashduetError:
     violations, retry_after_s = _details(error)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return errors.RemoteInvalidRequest(message, violations)
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return errors.Unauthenticated(message)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return errors.Overloaded(message, retry_after_s or 1.0)
     if code is grpc.StatusCode.UNAVAILABLE:

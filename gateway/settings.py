@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from flashduet.settings import ServiceSettings, split_endpoints
@@ -28,8 +29,14 @@ class GatewaySettings(ServiceSettings):
     # Name that clients use. Empty: the targets' own.
     name: str = ""
 
-    # Requests answered at the same time; more are told to come back.
-    max_requests: int = Field(default=64, ge=1, le=100_000)
+    # Answers made at the same time (a request with n choices is n of them); more are told to come
+    # back.
+    max_requests: int = Field(default=256, ge=1, le=100_000)
+    # How many of them may be of batch requests. None: seven eighths, so that interactive ones find
+    # room.
+    max_batch_requests: int | None = Field(default=None, ge=1, le=100_000)
+    # Most choices of one request.
+    max_choices: int = Field(default=16, ge=1, le=128)
     # Most tokens of one answer. None: what the context window leaves.
     max_tokens_limit: int | None = Field(default=None, ge=1)
     # Tokens of an answer when the request does not say. None: the limit above.
@@ -49,6 +56,31 @@ class GatewaySettings(ServiceSettings):
     draft_budget_ceiling_ms: float = Field(default=1000.0, gt=0)
     # How often targets and drafts are asked whether and what they serve.
     poll_s: float = Field(default=0.5, gt=0, le=60)
+
+    # Keys that clients must show, comma-separated, and a file with one a line; with neither the
+    # ports are open. Over gRPC they are shown in the metadata's `authorization`.
+    api_keys: SecretStr = SecretStr("")
+    api_keys_file: Path | None = None
+    # Largest body of an HTTP request, in bytes; more is answered 413.
+    http_max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
+    # A stream that has been quiet for so long gets a comment line, which keeps proxies from closing
+    # it; an answer that is not there after this time has begun with status 200.
+    http_keepalive_s: float = Field(default=10.0, gt=0, le=600)
+    # Prompts of one completion request, and how many of them are answered at the same time.
+    http_max_prompts: int = Field(default=128, ge=1, le=100_000)
+    http_prompts_at_once: int = Field(default=8, ge=1, le=1024)
+    # Web pages of these origins may ask, comma-separated ("*": all). Empty: no page but our own.
+    http_cors_origins: str = ""
+
+    @property
+    def most_choices(self) -> int:
+        """Choices of one request, which must also find room at once."""
+        return min(self.max_choices, self.max_requests)
+
+    @property
+    def most_batch_requests(self) -> int:
+        """Answers of batch requests at the same time; one request always finds room when alone."""
+        return min(self.max_batch_requests or max(self.max_requests * 7 // 8, 1), self.max_requests)
 
     @field_validator("targets")
     @classmethod
