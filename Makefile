@@ -17,7 +17,7 @@ help:
 	@echo "make test    run all tests"
 	@echo "make lint    ruff, mypy, buf, and whether the gRPC stubs are fresh"
 	@echo "make format  ruff's formatter and its safe fixes"
-	@echo "make proto   make the gRPC stubs from proto/"
+	@echo "make proto   make the gRPC stubs and the descriptor set from proto/"
 	@echo "make clean   remove $(VENV) and caches (models in the user's cache stay)"
 
 setup: $(VENV)/.ready
