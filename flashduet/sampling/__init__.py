@@ -1,9 +1,15 @@
 """How tokens are chosen: one rule for target and drafter, with noise that a position owns.
 
-`flashduet.sampling.params` (re-exported here) needs no torch; `flashduet.sampling.choose` does and
-is imported explicitly by the two services that run models. docs/sampling.md states the rule.
+What is re-exported here needs no torch; `flashduet.sampling.choose` and `.logprobs` do and are
+imported explicitly by the two services that run models. docs/sampling.md states the rule.
 """
 
+from flashduet.sampling.logit_bias import LogitBias
 from flashduet.sampling.params import Sampling
+from flashduet.sampling.position_logprobs import (
+    MAX_TOP_LOGPROBS,
+    PositionLogprobs,
+    TokenLogprob,
+)
 
-__all__ = ["Sampling"]
+__all__ = ["MAX_TOP_LOGPROBS", "LogitBias", "PositionLogprobs", "Sampling", "TokenLogprob"]

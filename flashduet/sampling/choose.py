@@ -7,7 +7,8 @@ not on the other rows, their number or order, the number of threads or the devic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,18 +17,24 @@ from flashduet.sampling.confidence import probabilities
 from flashduet.sampling.logit_table import BadLogits, LogitTable
 from flashduet.sampling.noise import Ids
 from flashduet.sampling.params import Sampling
+from flashduet.sampling.penalties import RowBlock
 from flashduet.sampling.race import Race
 
 __all__ = [
     "BadLogits",
     "Choice",
     "DraftChoice",
+    "RowBlock",
     "RowKey",
+    "choose_blocks",
+    "choose_draft_blocks",
     "choose_draft_rows",
     "choose_drafts",
     "choose_rows",
     "choose_tokens",
 ]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,63 +67,134 @@ class DraftChoice:
     confidence: list[float]
 
 
+def choose_blocks(logits: torch.Tensor, blocks: Sequence[RowBlock]) -> list[list[int]]:
+    """Choose for blocks of any sessions: logits [n, V], the blocks' rows one after the other.
+
+    Returns:
+        The tokens of each block.
+
+    Raises:
+        BadLogits: a row holds NaN or +inf, or nothing but -inf.
+        ValueError: the tensor is not [n, V], n not being the number of the blocks' rows.
+    """
+    return _by_block(_choose(_table(logits, blocks), blocks).tolist(), blocks)
+
+
+def choose_draft_blocks(logits: torch.Tensor, blocks: Sequence[RowBlock]) -> list[DraftChoice]:
+    """As choose_blocks, with confidences, for a drafter: penalties of a row also see the tokens
+    chosen here for the rows before it, instead of the blocks' `drafts`. Raises as choose_blocks.
+    """
+    table = _table(logits, blocks)
+    tokens = _choose(table, blocks)
+    confidence = probabilities(table, tokens, blocks)
+    results = [
+        DraftChoice(chosen, sure)
+        for chosen, sure in zip(
+            _by_block(tokens.tolist(), blocks), _by_block(confidence, blocks), strict=True
+        )
+    ]
+    for i, block in enumerate(blocks):
+        if block.sampling.needs_history and block.rows > 1:
+            start = sum(before.rows for before in blocks[:i])
+            rows = logits[start : start + block.rows]
+            results[i] = _settled(rows, block, results[i].tokens, start)
+    return results
+
+
+def _settled(logits: torch.Tensor, block: RowBlock, tokens: list[int], start: int) -> DraftChoice:
+    """A block's drafts where each row sees those before it.
+
+    All rows are chosen anew as if the last answer stood before them, until it repeats. The first
+    row's token is right at once, and each pass makes one more right at least; as repetitions are
+    few, the second or third answer is nearly always the last.
+    """
+    while True:
+        seen = replace(block, drafts=tokens[:-1])
+        try:
+            table = LogitTable(logits, [seen])
+        except BadLogits as error:
+            raise BadLogits(tuple(start + row for row in error.rows)) from None
+        chosen = _choose(table, [seen])
+        if chosen.tolist() == tokens:
+            return DraftChoice(tokens, probabilities(table, chosen, [seen]))
+        tokens = chosen.tolist()
+
+
 def choose_tokens(
     logits: torch.Tensor, first_position: int, sampling: Sampling, choice: int = 0
 ) -> Choice:
-    """Choose for consecutive positions of one request.
+    """Choose for consecutive positions of one request that needs no history.
 
     Args:
         logits: [n, V], any float type; row i is for the token of position first_position + i.
 
     Raises:
-        BadLogits: a row holds NaN or +inf, or nothing but -inf.
-        ValueError: the tensor is not [n, V].
+        BadLogits, ValueError: as choose_blocks.
     """
-    return choose_rows(logits, _consecutive(logits, first_position, sampling, choice))
+    [tokens] = choose_blocks(logits, [_consecutive(logits, first_position, sampling, choice)])
+    return Choice(tokens)
 
 
 def choose_rows(logits: torch.Tensor, rows: Sequence[RowKey]) -> Choice:
-    """Choose for rows of any requests: logits [n, V], one key a row. Raises as choose_tokens."""
-    return Choice(_choose(_table(logits, rows), rows).tolist())
+    """Choose for rows of any requests that need no history: logits [n, V], one key a row.
+
+    Raises as choose_blocks.
+    """
+    blocks = _single_rows(rows)
+    return Choice(_choose(_table(logits, blocks), blocks).tolist())
 
 
 def choose_drafts(
     logits: torch.Tensor, first_position: int, sampling: Sampling, choice: int = 0
 ) -> DraftChoice:
-    """As choose_tokens, with confidences: a drafter's proposal. Raises as choose_tokens."""
-    return choose_draft_rows(logits, _consecutive(logits, first_position, sampling, choice))
+    """As choose_tokens, with confidences: a drafter's proposal. Raises as choose_blocks."""
+    block = _consecutive(logits, first_position, sampling, choice)
+    return choose_draft_blocks(logits, [block])[0]
 
 
 def choose_draft_rows(logits: torch.Tensor, rows: Sequence[RowKey]) -> DraftChoice:
-    """As choose_rows, with confidences. Raises as choose_tokens."""
-    table = _table(logits, rows)
-    tokens = _choose(table, rows)
-    return DraftChoice(
-        tokens.tolist(), probabilities(table, tokens, [key.sampling for key in rows])
-    )
+    """As choose_rows, with confidences. Raises as choose_blocks."""
+    blocks = _single_rows(rows)
+    table = _table(logits, blocks)
+    tokens = _choose(table, blocks)
+    return DraftChoice(tokens.tolist(), probabilities(table, tokens, blocks))
 
 
 def _consecutive(
     logits: torch.Tensor, first_position: int, sampling: Sampling, choice: int
-) -> list[RowKey]:
-    return [RowKey(first_position + i, sampling, choice) for i in range(logits.shape[0])]
+) -> RowBlock:
+    return RowBlock(first_position, logits.shape[0], sampling, choice)
 
 
-def _table(logits: torch.Tensor, rows: Sequence[RowKey]) -> LogitTable:
-    table = LogitTable(logits)
-    if table.rows != len(rows):
-        raise ValueError(f"{table.rows} rows of logits, {len(rows)} keys")
-    return table
+def _single_rows(rows: Sequence[RowKey]) -> list[RowBlock]:
+    return [RowBlock(key.position, 1, key.sampling, key.choice) for key in rows]
 
 
-def _choose(table: LogitTable, rows: Sequence[RowKey]) -> Ids:
-    tokens = np.empty(len(rows), dtype=np.int64)
-    greedy = np.array([i for i, key in enumerate(rows) if key.sampling.greedy], dtype=np.int64)
-    if len(greedy):
-        tokens[greedy] = table.first_maxima(greedy)
-    sampled = [i for i, key in enumerate(rows) if not key.sampling.greedy]
+def _table(logits: torch.Tensor, blocks: Sequence[RowBlock]) -> LogitTable:
+    rows = sum(block.rows for block in blocks)
+    if logits.dim() == 2 and logits.shape[0] != rows:
+        raise ValueError(f"{logits.shape[0]} rows of logits, {rows} keys")
+    return LogitTable(logits, blocks)
+
+
+def _choose(table: LogitTable, blocks: Sequence[RowBlock]) -> Ids:
+    tokens = np.empty(table.rows, dtype=np.int64)
+    greedy: list[int] = []
+    sampled: list[int] = []
+    keys: list[RowKey] = []
+    row = 0
+    for block in blocks:
+        own = range(row, row + block.rows)
+        row += block.rows
+        if block.sampling.greedy:
+            greedy += own
+        else:
+            sampled += own
+            first, sampling, choice = block.first_position, block.sampling, block.choice
+            keys += [RowKey(first + i, sampling, choice) for i in range(block.rows)]
+    if greedy:
+        tokens[greedy] = table.first_maxima(np.array(greedy))
     if sampled:
-        keys = [rows[i] for i in sampled]
         tokens[sampled] = Race(
             table,
             sampled,
@@ -125,3 +203,11 @@ def _choose(table: LogitTable, rows: Sequence[RowKey]) -> Ids:
             [key.choice for key in keys],
         ).winners()
     return tokens
+
+
+def _by_block(values: list[_T], blocks: Sequence[RowBlock]) -> list[list[_T]]:
+    parts, start = [], 0
+    for block in blocks:
+        parts.append(values[start : start + block.rows])
+        start += block.rows
+    return parts

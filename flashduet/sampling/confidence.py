@@ -14,16 +14,18 @@ import numpy as np
 from flashduet.sampling.logit_table import LogitTable, Values
 from flashduet.sampling.noise import Ids
 from flashduet.sampling.params import Sampling
+from flashduet.sampling.penalties import RowBlock
 
 # Below this the division could overflow float32, and the best token has all the mass anyway.
 _LEAST_TEMPERATURE = 1e-6
 
 
-def probabilities(table: LogitTable, tokens: Ids, samplings: Sequence[Sampling]) -> list[float]:
+def probabilities(table: LogitTable, tokens: Ids, blocks: Sequence[RowBlock]) -> list[float]:
     """Probability of tokens[i] in row i under its temperature, top-k, top-p and min-p.
 
     A greedy row's is that of the plain softmax: its filtered one would always be 1.
     """
+    samplings = [block.sampling for block in blocks for _ in range(block.rows)]
     return [
         _probability(table, row, int(token), sampling)
         for row, (token, sampling) in enumerate(zip(tokens, samplings, strict=True))

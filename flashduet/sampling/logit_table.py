@@ -6,12 +6,15 @@ for cross to the CPU, where all decisions are made by the same operations whatev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from flashduet.errors import FlashduetError
 from flashduet.sampling.noise import GROUP, Ids
+from flashduet.sampling.penalties import RowBlock, penalize
 
 Values = npt.NDArray[np.float32]
 
@@ -33,6 +36,11 @@ class BadLogits(FlashduetError):
 class LogitTable:
     """Logits [n, V] as float32, read by row and group of GROUP token ids.
 
+    Args:
+        logits: any float type, any device; never written to.
+        blocks: whose rows they are, one block after the other, so that their bias and penalties
+            are applied; without them the logits stay raw.
+
     Attributes:
         rows, vocabulary: n and V.
         group_maxima: [n, groups].
@@ -43,7 +51,7 @@ class LogitTable:
         ValueError: if the tensor is not a two-dimensional float tensor with V > 0.
     """
 
-    def __init__(self, logits: torch.Tensor) -> None:
+    def __init__(self, logits: torch.Tensor, blocks: Sequence[RowBlock] = ()) -> None:
         if logits.dim() != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
             raise ValueError(
                 f"logits must be a float tensor [n, V] with V > 0, "
@@ -58,6 +66,14 @@ class LogitTable:
             padded[:, : self.vocabulary] = logits
         else:
             padded = logits.to(torch.float32).contiguous()
+        if any(block.sampling.penalized for block in blocks):
+            if padded.data_ptr() == logits.data_ptr():
+                padded = padded.clone()
+            start = 0
+            for block in blocks:
+                if block.sampling.penalized:
+                    penalize(padded, start, block, self.vocabulary)
+                start += block.rows
         self._groups = padded.view(self.rows * groups, GROUP)
         self._groups_in_row = groups
         self.group_maxima: Values = (
@@ -86,6 +102,17 @@ class LogitTable:
         """
         groups = self.group_maxima[rows].argmax(axis=1)
         return groups * GROUP + self.group_values(rows, groups).argmax(axis=1)
+
+    def log_masses(self) -> npt.NDArray[np.float64]:
+        """[n]: of each row the natural logarithm of the sum of exp(logit).
+
+        Added up within groups and then over them, so that a row's sum does not depend on the others
+        nor on how a library splits long rows among threads.
+        """
+        wide = self._groups.view(self.rows, self._groups_in_row, GROUP)
+        maxima = torch.from_numpy(self.maxima).to(wide.device)
+        sums = (wide - maxima[:, None, None]).exp_().sum(-1).cpu().numpy()
+        return np.asarray(np.log(sums.sum(axis=1, dtype=np.float64)) + self.maxima)
 
     def row(self, row: int) -> Values:
         """All V logits of a row."""
