@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from flashduet.kv.blocks import BlockTable
 from flashduet.sampling.params import Sampling
 from target_service.cache import KeyValueCache
 
@@ -29,6 +30,16 @@ class Session:
     prompt_length: int
     # Committed tokens by position, the anchor included.
     token_ids: list[int] = field(default_factory=list)
+    # Blocks of keys and values: reserved by the scheduler before a step, filled by the engine.
+    table: BlockTable = field(default_factory=BlockTable)
+    # Positions before this need no features: the draft holds them, or they were sent already.
+    draft_context_hit: int = 0
+    # How many of the most likely tokens to tell with each chosen one; None for no logprobs at all.
+    top_logprobs: int | None = None
+    # Keys and values may be shared with sessions of the same key.
+    cache_key: bytes = b""
+    # Takes what interactive sessions leave.
+    batch: bool = False
 
     @property
     def committed_length(self) -> int:
