@@ -8,17 +8,20 @@ from dataclasses import dataclass, replace
 
 from flashduet.errors import InvalidRequest
 from flashduet.sampling.params import Sampling
+from flashduet.v1 import common_pb2 as pb_common
 from flashduet.v1 import gateway_pb2 as pb
-from gateway.request import Speculation, SpeculationMode, ValidRequest
+from gateway.prompt import echo, prompt
+from gateway.request import Priority, Speculation, SpeculationMode, ValidRequest
 from gateway.router import ServedModel
 from gateway.settings import GatewaySettings
-from gateway.tokenization import ChatTurn, Tokenizer
+from gateway.tokenization import Tokenizer
 
-ROLES = ("system", "user", "assistant")
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_IDS = 1024
 MAX_REQUEST_ID_CHARACTERS = 128
+MAX_CACHE_SALT_CHARACTERS = 256
+MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class Limits:
     max_tokens: int | None
     default_max_tokens: int | None
     speculation: Speculation
+    most_choices: int = 1
 
     @classmethod
     def of(cls, settings: GatewaySettings) -> Limits:
@@ -35,11 +39,38 @@ class Limits:
             max_tokens=settings.max_tokens_limit,
             default_max_tokens=settings.default_max_tokens,
             speculation=Speculation(SpeculationMode(settings.speculation), settings.block_length),
+            most_choices=settings.most_choices,
         )
 
     def most_tokens(self, served: ServedModel) -> int:
         """Most tokens that any request may ask for."""
         return min(self.max_tokens or served.context_window, served.context_window)
+
+
+def choices(message: pb.GenerateRequest, limits: Limits) -> int:
+    """How many answers are wanted.
+
+    Raises:
+        InvalidRequest: more than are allowed, or none.
+    """
+    if not message.HasField("n"):
+        return 1
+    if not 1 <= message.n <= limits.most_choices:
+        raise InvalidRequest("n", message.n, f"must be from 1 to {limits.most_choices}")
+    return message.n
+
+
+def priority(message: pb.GenerateRequest) -> Priority:
+    """Which class the request belongs to.
+
+    Raises:
+        InvalidRequest: a class that does not exist.
+    """
+    if message.priority in (pb_common.PRIORITY_UNSPECIFIED, pb_common.PRIORITY_INTERACTIVE):
+        return Priority.INTERACTIVE
+    if message.priority == pb_common.PRIORITY_BATCH:
+        return Priority.BATCH
+    raise InvalidRequest("priority", message.priority, "must be INTERACTIVE or BATCH")
 
 
 async def admit(
@@ -54,6 +85,7 @@ async def admit(
     if message.HasField("model") and message.model != served.name:
         raise InvalidRequest("model", message.model, f"served is {served.name!r}")
     sampling = Sampling.from_proto(message.sampling)
+    sampling.check_vocabulary(served.vocab_size)
     if not message.sampling.HasField("seed"):
         sampling = replace(sampling, seed=secrets.randbits(64))
     request_id = _request_id(message)
@@ -61,9 +93,14 @@ async def admit(
     stop_ids = _stop_ids(message.stop_token_ids, served.vocab_size)
     if not message.ignore_eos:
         stop_ids |= tokenizer.end_ids
+    top_logprobs = _top_logprobs(message, served)
+    if len(message.cache_salt) > MAX_CACHE_SALT_CHARACTERS:
+        raise InvalidRequest(
+            "cache_salt", message.cache_salt, f"at most {MAX_CACHE_SALT_CHARACTERS} characters"
+        )
     speculation = _speculation(message, served, limits)
     _check_max_tokens(message, served, limits)
-    field, prompt_ids = await _prompt(message, served, tokenizer)
+    field, prompt_ids = await prompt(message, served, tokenizer)
     return ValidRequest(
         request_id=request_id,
         model=served.name,
@@ -74,57 +111,23 @@ async def admit(
         stops=stops,
         stop_ids=stop_ids,
         include_special_tokens=message.include_special_tokens,
+        choices=choices(message, limits),
+        top_logprobs=top_logprobs,
+        priority=priority(message),
+        cache_salt=message.cache_salt,
+        echo=echo(message, prompt_ids, tokenizer),
     )
 
 
-async def _prompt(
-    message: pb.GenerateRequest, served: ServedModel, tokenizer: Tokenizer
-) -> tuple[str, tuple[int, ...]]:
-    """The field that holds the prompt, and its ids."""
-    kind = message.WhichOneof("prompt")
-    if kind == "text":
-        _check_characters("text", len(message.text), served, tokenizer)
-        return "text", _some("text", await tokenizer.encode_text(message.text))
-    if kind == "chat":
-        turns = _turns(message.chat.messages)
-        _check_characters("messages", sum(len(t.content) for t in turns), served, tokenizer)
-        return "messages", _some("messages", await tokenizer.encode_chat(turns))
-    if kind == "token_ids":
-        ids = message.token_ids.ids
-        if len(ids) and max(ids) >= served.vocab_size:
-            raise InvalidRequest("token_ids", max(ids), f"must be below {served.vocab_size}")
-        return "token_ids", _some("token_ids", ids)
-    raise InvalidRequest("prompt", "nothing", "one of text, chat and token_ids must be given")
-
-
-def _some(field: str, ids: Sequence[int]) -> tuple[int, ...]:
-    if not len(ids):
-        raise InvalidRequest(field, "no tokens", "must hold at least one token")
-    return tuple(ids)
-
-
-def _turns(messages: Sequence[pb.ChatMessage]) -> list[ChatTurn]:
-    if not messages:
-        raise InvalidRequest("messages", [], "must hold at least one message")
-    for index, message in enumerate(messages):
-        if message.role not in ROLES:
-            raise InvalidRequest(
-                f"messages[{index}].role", message.role, f"must be one of {', '.join(ROLES)}"
-            )
-    return [ChatTurn(message.role, message.content) for message in messages]
-
-
-def _check_characters(
-    field: str, characters: int, served: ServedModel, tokenizer: Tokenizer
-) -> None:
-    """Refuse what cannot fit before spending seconds on tokenizing it."""
-    most = served.context_window * tokenizer.longest_token
-    if characters > most:
-        raise InvalidRequest(
-            field,
-            f"{characters} characters",
-            f"at most {most} can fit the context window of {served.context_window} tokens",
-        )
+def _top_logprobs(message: pb.GenerateRequest, served: ServedModel) -> int | None:
+    if not message.HasField("top_logprobs"):
+        return None
+    most = min(served.max_top_logprobs, MAX_TOP_LOGPROBS)
+    if not most:
+        raise InvalidRequest("top_logprobs", message.top_logprobs, "the target tells none")
+    if message.top_logprobs > most:
+        raise InvalidRequest("top_logprobs", message.top_logprobs, f"must be from 0 to {most}")
+    return message.top_logprobs
 
 
 def _check_max_tokens(message: pb.GenerateRequest, served: ServedModel, limits: Limits) -> None:

@@ -1,4 +1,4 @@
-"""The life of a request, from prefill to its last token."""
+"""The life of one answer, from prefill to its last token."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ async def decode(session: Session, request: Phase, emit: Emit) -> None:
     target, drafter, answer, tally = session.target, session.drafter, session.answer, session.tally
 
     with request.phase("prefill") as prefill:
-        draft_instance_id = await drafter.open(prefill.traceparent)
-        opened = await target.open(session.opening(draft_instance_id), prefill.traceparent)
+        draft = await drafter.open(prefill.traceparent)
+        opened = await target.open(session.opening(draft), prefill.traceparent)
         drafter.opened(opened)
         tally.count_prefill(opened)
-    await emit(answer.commit([opened.first_token_id]))
+    await emit(answer.commit([opened.first_token_id], [opened.first_logprobs]))
 
     while not answer.finish_reason:
         with request.group("round") as round_:
@@ -42,7 +42,7 @@ async def decode(session: Session, request: Phase, emit: Emit) -> None:
 
             with round_.phase("accept"):
                 accepted = proposal.token_ids[: verified.accepted]
-                chunk = answer.commit([*accepted, verified.bonus_token_id])
+                chunk = answer.commit([*accepted, verified.bonus_token_id], verified.logprobs)
                 drafter.learn(proposal, verified, verify.seconds)
                 tally.count_round(proposal, verified, committed=len(chunk.token_ids))
                 await emit(chunk)

@@ -9,13 +9,13 @@ import time
 import grpc
 
 from flashduet import rpc
-from flashduet.sampling.params import Sampling
 from flashduet.v1 import draft_pb2 as pb
 from flashduet.v1.draft_pb2_grpc import DraftServiceStub
 from gateway.budget import BudgetLimits, LatencyBudget
 from gateway.draft_link import DraftLink
 from gateway.draft_session import DraftSession
 from gateway.health import Health, ask_health
+from gateway.request import ValidRequest
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +43,18 @@ class DraftReplica:
         return len(self._link.sessions) if self._link is not None else 0
 
     def session(
-        self, session_id: bytes, target_instance_id: bytes, sampling: Sampling, prompt_length: int
+        self, session_id: bytes, target_instance_id: bytes, request: ValidRequest, choice: int
     ) -> DraftSession:
         """A session to open; the replica must be reachable (`info` is not None)."""
         if self._link is None:
             raise RuntimeError("a session was asked of a draft that is not reachable")
         opening = pb.ProposeOpen(
-            choice=0,
+            choice=choice,
             target_instance_id=target_instance_id,
-            sampling=sampling.to_proto(),
-            prompt_length=prompt_length,
+            sampling=request.sampling.to_proto(),
+            prompt_length=len(request.prompt_ids),
+            token_ids=request.prompt_ids,
+            cache_salt=request.cache_salt,
         )
         return DraftSession(self._link, session_id, opening)
 

@@ -1,4 +1,4 @@
-"""One request's session on a draft replica.
+"""One answer's session on a draft replica.
 
 Nothing here can fail a request: whatever goes wrong with a draft ends as an empty `Proposal` with
 the reason.
@@ -33,6 +33,14 @@ _HOPELESS = {
 
 
 @dataclass(frozen=True, slots=True)
+class OpenedDraft:
+    """A draft that took a session: its instance, and the rows of context that it holds already."""
+
+    instance_id: bytes
+    context_hit: int
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
     """Draft tokens for the positions after the anchor, or none and why.
 
@@ -47,7 +55,7 @@ class Proposal:
 
 
 class DraftSession:
-    """One request's session on one draft replica, over the stream that was up when it opened."""
+    """One answer's session on one draft replica, over the stream that was up when it opened."""
 
     def __init__(self, link: DraftLink, session_id: bytes, opening: pb.ProposeOpen) -> None:
         self._link = link
@@ -63,15 +71,11 @@ class DraftSession:
         # Why no more proposals will come; empty while they may.
         self.lost = ""
 
-    @property
-    def instance_id(self) -> bytes:
-        return self._link.info.instance_id
-
-    async def open(self, traceparent: str) -> bool:
-        """Whether the draft took the session; it must have before the target sends features."""
+    async def open(self, traceparent: str) -> OpenedDraft | None:
+        """What the target has to know of the draft before it sends features; None: it took none."""
         if not self._link.alive or self._link.stalled:
             self.lost = "draft_stalled" if self._link.alive else "draft_lost"
-            return False
+            return None
         self._link.sessions[self._id] = self
         answer = await self._ask(
             pb.ProposeRequest(traceparent=traceparent, open=self._opening),
@@ -82,7 +86,11 @@ class DraftSession:
             self.lose(self.lost or "open_late")
         elif answer.HasField("refused"):
             self.lose("open_" + _reason(answer.refused.reason))
-        return not self.lost
+        elif answer.opened.context_hit > self._opening.prompt_length:
+            self.lose("bad_open")
+        if answer is None or self.lost:
+            return None
+        return OpenedDraft(self._link.info.instance_id, answer.opened.context_hit)
 
     def unavailable(self, round_: int) -> str:
         """Why no proposal can be asked for in this round; empty when one can."""

@@ -1,11 +1,11 @@
-"""How one request is drafted: its draft session, its block-length controller, and why not."""
+"""How one answer is drafted: its draft session, its block-length controller, and why not."""
 
 from __future__ import annotations
 
 from flashduet.v1.target_pb2 import DecodeOpened, DecodeVerified
 from gateway.answer import Answer
 from gateway.controller import BlockController
-from gateway.draft_session import DraftSession, Proposal
+from gateway.draft_session import DraftSession, OpenedDraft, Proposal
 from gateway.tally import Phase, Tally
 
 
@@ -27,11 +27,9 @@ class Drafter:
         self._tally = tally
         self._undrafted = undrafted
 
-    async def open(self, traceparent: str) -> bytes | None:
-        """Instance id of the draft that took the session and wants its features."""
-        if self._session is not None and await self._session.open(traceparent):
-            return self._session.instance_id
-        return None
+    async def open(self, traceparent: str) -> OpenedDraft | None:
+        """The draft that took the session and wants its features, if one did."""
+        return await self._session.open(traceparent) if self._session is not None else None
 
     def opened(self, opened: DecodeOpened) -> None:
         """The prompt is prefilled; the target may have been unable to reach the draft."""

@@ -7,8 +7,8 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from flashduet.errors import (
     Cancelled,
@@ -19,33 +19,24 @@ from flashduet.errors import (
     internal_error,
 )
 from flashduet.v1 import gateway_pb2 as pb
-from gateway.admission import Limits, admit
+from gateway import responses
+from gateway.admission import Limits, admit, choices, priority
 from gateway.answer import Answer
 from gateway.controller import BlockController
 from gateway.decode import decode
 from gateway.drafter import Drafter
-from gateway.request import SpeculationMode, ValidRequest
+from gateway.outbox import Emit, Outbox
+from gateway.outcome import RequestCounts, RequestEnd, watched
+from gateway.request import Priority, SpeculationMode, ValidRequest
 from gateway.router import Route, Router, ServedModel
 from gateway.session import Session
 from gateway.settings import GatewaySettings
-from gateway.tally import Tally
+from gateway.tally import Phase, Tally
 from gateway.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-Emit = Callable[[pb.GenerateResponse], Awaitable[None]]
-
 _RETRY_AFTER_S = 1.0
-
-
-@dataclass(slots=True)
-class RequestCounts:
-    """How requests went since the start, and how many are under way."""
-
-    active: int = 0
-    completed: int = 0
-    failed: int = 0
-    cancelled: int = 0
 
 
 class Gateway:
@@ -53,6 +44,8 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings, router: Router) -> None:
         self.counts = RequestCounts()
+        # Told of every request when it is over; none of them may raise or wait.
+        self.observers: list[Callable[[RequestEnd], None]] = []
         self.tokenizer: Tokenizer | None = None
         self._settings = settings
         self._router = router
@@ -77,10 +70,10 @@ class Gateway:
         traceparent: str = "",
         time_left_s: float | None = None,
     ) -> None:
-        """Answer a request: Started, any number of Chunk, then Complete go to `emit`.
+        """Answer a request: Started, Chunks, a Finished a choice, then Complete go to `emit`.
 
-        `emit` may take its time: a slow reader holds up its own request and no other. To cancel
-        the request, cancel the task that runs this.
+        `emit` is never called twice at once. It may take its time: a slow reader holds up its own
+        request and no other. To cancel the request, cancel the task that runs this.
 
         Args:
             message: as the client sent it, unchecked.
@@ -94,36 +87,53 @@ class Gateway:
             DeadlineExceeded, Unavailable: everything has been freed.
             FlashduetError: the fault is ours; the log has it.
         """
-        deadline = time.monotonic() + min(
+        started_at = time.monotonic()
+        deadline = started_at + min(
             self._settings.default_deadline_s,
             time_left_s if time_left_s is not None else float("inf"),
         )
-        counts = self.counts
-        if counts.active >= self._settings.max_requests:
-            counts.failed += 1
-            raise Overloaded(
-                f"{counts.active} requests are under way, which is the most", _RETRY_AFTER_S
-            )
-        counts.active += 1
+        end, counts, room = RequestEnd(), self.counts, 0
         try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                await self._answer(message, emit, traceparent, deadline)
-            counts.completed += 1
+            room = self._take_room(message)
+            async with asyncio.timeout(deadline - started_at):
+                await self._answer(message, watched(emit, end, started_at), traceparent, deadline)
+            end.outcome = "completed"
         except TimeoutError:
-            counts.failed += 1
-            raise DeadlineExceeded("the request's time is over") from None
+            end.error = DeadlineExceeded("the request's time is over")
+            raise end.error from None
         except (asyncio.CancelledError, Cancelled):
-            counts.cancelled += 1
+            end.outcome = "cancelled"
             raise
-        except FlashduetError:
-            counts.failed += 1
+        except FlashduetError as error:
+            end.error = error
             raise
         except Exception as error:
-            counts.failed += 1
             logger.exception("a request failed")
-            raise internal_error() from error
+            end.error = internal_error()
+            raise end.error from error
         finally:
-            counts.active -= 1
+            counts.active -= room
+            setattr(counts, end.outcome, getattr(counts, end.outcome) + 1)
+            end.seconds = time.monotonic() - started_at
+            for observer in self.observers:
+                observer(end)
+
+    def _take_room(self, message: pb.GenerateRequest) -> int:
+        """Count the request's answers as under way, and return how many they are."""
+        active, wanted = self.counts.active, choices(message, self._limits)
+        if active + wanted > self._settings.max_requests:
+            raise Overloaded(
+                f"{active} answers are under way, and {self._settings.max_requests} are the most",
+                _RETRY_AFTER_S,
+            )
+        most = self._settings.most_batch_requests
+        if priority(message) is Priority.BATCH and active and active + wanted > most:
+            raise Overloaded(
+                f"{active} answers are under way, and batch requests leave room above {most}",
+                _RETRY_AFTER_S,
+            )
+        self.counts.active += wanted
+        return wanted
 
     async def _answer(
         self, message: pb.GenerateRequest, emit: Emit, traceparent: str, deadline: float
@@ -134,24 +144,27 @@ class Gateway:
                 request, tokenizer = await self._admit(message)
                 session_id = secrets.token_bytes(16)
                 trace.note(session=session_id.hex(), request_id=request.request_id)
-            await emit(
-                pb.GenerateResponse(
-                    started=pb.GenerateStarted(
-                        request_id=request.request_id,
-                        model=request.model,
-                        prompt_tokens=len(request.prompt_ids),
-                        trace_id=trace.trace_id,
-                        seed=request.sampling.seed,
-                    )
-                )
-            )
-            with contextlib.closing(
-                self._open(session_id, request, tokenizer, tally, deadline)
-            ) as session:
-                await decode(session, trace, lambda chunk: emit(pb.GenerateResponse(chunk=chunk)))
-                await session.finish()
-            await emit(pb.GenerateResponse(complete=_complete(session)))
-            trace.note(rounds=tally.rounds, tokens=session.answer.tokens)
+            async with Outbox(emit) as outbox:
+                await outbox.put(responses.started(request, trace))
+                with contextlib.ExitStack() as owned:
+                    sessions = [
+                        owned.enter_context(
+                            contextlib.closing(
+                                self._open(
+                                    session_id if choice == 0 else secrets.token_bytes(16),
+                                    request,
+                                    tokenizer,
+                                    choice,
+                                    deadline,
+                                )
+                            )
+                        )
+                        for choice in range(request.choices)
+                    ]
+                    await _together([_one(session, trace, outbox) for session in sessions])
+                tally.include([session.tally for session in sessions])
+                await outbox.put(responses.complete(sessions, tally))
+            trace.note(rounds=tally.rounds, tokens=sum(s.answer.tokens for s in sessions))
 
     async def _admit(self, message: pb.GenerateRequest) -> tuple[ValidRequest, Tokenizer]:
         tokenizer, served = self.tokenizer, self.served()
@@ -164,15 +177,15 @@ class Gateway:
         session_id: bytes,
         request: ValidRequest,
         tokenizer: Tokenizer,
-        tally: Tally,
+        choice: int,
         deadline: float,
     ) -> Session:
         route = self._router.route(drafted=request.speculation.mode is not SpeculationMode.OFF)
         if route is None:
             raise Unavailable("no target serves at the moment", _RETRY_AFTER_S)
         detokenizer = tokenizer.detokenizer(include_special_tokens=request.include_special_tokens)
-        answer = Answer(request, detokenizer)
-        drafter = _drafter(session_id, request, route, tally)
+        answer, tally = Answer(request, detokenizer, tokenizer.token_bytes, choice), Tally()
+        drafter = _drafter(session_id, request, choice, route, tally)
         return Session(
             session_id=session_id,
             request=request,
@@ -185,29 +198,35 @@ class Gateway:
         )
 
 
-def _drafter(session_id: bytes, request: ValidRequest, route: Route, tally: Tally) -> Drafter:
+def _drafter(
+    session_id: bytes, request: ValidRequest, choice: int, route: Route, tally: Tally
+) -> Drafter:
     if route.draft is None or route.pair is None:
         return Drafter(None, None, tally, route.undrafted)
-    session = route.draft.session(
-        session_id, route.target_instance_id, request.sampling, len(request.prompt_ids)
-    )
+    session = route.draft.session(session_id, route.target_instance_id, request, choice)
     controller = BlockController(route.pair, request.speculation, route.block_length)
     return Drafter(session, controller, tally, "")
 
 
-def _complete(session: Session) -> pb.GenerateComplete:
-    answer, tally = session.answer, session.tally
-    complete = pb.GenerateComplete(
-        finish_reason=answer.finish_reason,
-        usage=pb.Usage(
-            prompt_tokens=len(session.request.prompt_ids),
-            completion_tokens=answer.tokens,
-            cached_tokens=tally.cached_tokens,
-        ),
-        speculation=tally.stats(answer.tokens),
+async def _one(session: Session, trace: Phase, outbox: Outbox) -> None:
+    """Make one of a request's answers, and say how it ended."""
+    await decode(
+        session,
+        trace.counted_by(session.tally),
+        lambda chunk: outbox.put(pb.GenerateResponse(chunk=chunk)),
     )
-    if isinstance(answer.stop, str):
-        complete.stop_string = answer.stop
-    elif answer.stop is not None:
-        complete.stop_token_id = answer.stop
-    return complete
+    await session.finish()
+    await outbox.put(responses.finished(session.answer))
+
+
+async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run them all at once; the first that fails ends the others, and its error is raised."""
+    if len(works) == 1:
+        await works[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for work in works:
+                tasks.create_task(work, name="choice")
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None

@@ -27,6 +27,13 @@ class Speculation:
     block_length: int | None = None
 
 
+class Priority(Enum):
+    """Which class of requests the engine serves first."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+
 @dataclass(frozen=True, slots=True)
 class ValidRequest:
     """What is to be answered, and how.
@@ -39,6 +46,10 @@ class ValidRequest:
         sampling: its seed is the request's, or was drawn for it.
         stops: non-empty strings that the answer ends before.
         stop_ids: token ids that end the answer.
+        choices: answers wanted; they differ by their noise.
+        top_logprobs: most likely tokens to tell with each chosen one; None: no logprobs at all.
+        cache_salt: only requests of the same salt share work on a common prefix.
+        echo: the prompt's text, which every answer's text begins with; empty: none was asked for.
     """
 
     request_id: str
@@ -50,3 +61,8 @@ class ValidRequest:
     stops: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     include_special_tokens: bool = False
+    choices: int = 1
+    top_logprobs: int | None = None
+    priority: Priority = Priority.INTERACTIVE
+    cache_salt: str = ""
+    echo: str = ""

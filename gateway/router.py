@@ -34,6 +34,7 @@ class ServedModel:
         drafter: its name; empty when no draft is attached to a target.
         block_length: what the drafter was trained with; 0 without one.
         created: seconds since the epoch when the gateway first saw it.
+        max_top_logprobs: most likely tokens that every target tells with a chosen one.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ServedModel:
     drafter: str
     block_length: int
     created: int
+    max_top_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ class Router:
             drafter=drafter.name if drafter is not None else "",
             block_length=drafter.block_length if drafter is not None else 0,
             created=self._created,
+            max_top_logprobs=min(info.max_top_logprobs for info in infos),
         )
 
     def route(self, *, drafted: bool) -> Route | None:

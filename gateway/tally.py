@@ -1,8 +1,9 @@
-"""Where a request's time goes, told twice: as spans of its trace and as sums in its statistics."""
+"""Where an answer's time goes, told twice: as spans of its trace and as sums in its statistics."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -37,15 +38,28 @@ class Phase:
     )
 
     def __init__(
-        self, tally: Tally, name: str, parent: Context | None, *, counted: bool = True
+        self,
+        tally: Tally,
+        name: str,
+        parent: Context | None,
+        *,
+        counted: bool = True,
+        within: Context | None = None,
     ) -> None:
-        """`counted`: part of the sums; spans that only hold others are not."""
+        """
+        Args:
+            tally: takes its seconds.
+            name: of the span.
+            parent: of the span; None where the request is not traced.
+            counted: part of the sums; spans that only hold others are not.
+            within: a span that is open already, for a phase that is never entered itself.
+        """
         self._tally = tally
         self._name = name
         self._counted = counted
         self._parent = parent
         self._span: Span | None = None
-        self._context: Context | None = None
+        self._context = within
         self._started = 0.0
         self.seconds = 0.0
 
@@ -78,6 +92,10 @@ class Phase:
         """A span inside this one that only holds others."""
         return Phase(self._tally, name, self._context, counted=False)
 
+    def counted_by(self, tally: Tally) -> Phase:
+        """The same span, as a place for phases that count in another tally."""
+        return Phase(tally, self._name, self._parent, within=self._context)
+
     def note(self, **attributes: AttributeValue) -> None:
         """Put facts on the span."""
         if self._span is not None:
@@ -93,7 +111,7 @@ class Phase:
 
 
 class Tally:
-    """One request's sums: seconds by phase, rounds, tokens drafted and accepted."""
+    """One answer's sums: seconds by phase, rounds, tokens drafted and accepted."""
 
     def __init__(self) -> None:
         self.cached_tokens = 0
@@ -135,14 +153,28 @@ class Tally:
             self._undrafted[reason] = self._undrafted.get(reason, 0) + 1
         self._target_spent("verify", verified.timings)
 
-    def stats(self, tokens: int) -> SpeculationStats:
-        """As the client gets it; `tokens` counts the whole answer, the first token included."""
+    def include(self, others: Sequence[Tally]) -> None:
+        """Add the sums of a request's answers to its own."""
+        for other in others:
+            self.rounds += other.rounds
+            self.drafted_rounds += other.drafted_rounds
+            self.drafted_tokens += other.drafted_tokens
+            self.accepted_tokens += other.accepted_tokens
+            for phase, seconds in other._seconds.items():
+                self.add(phase, seconds)
+            for reason, count in other._undrafted.items():
+                self._undrafted[reason] = self._undrafted.get(reason, 0) + count
+        # The one that found the least had to compute the rest for all.
+        self.cached_tokens = min((other.cached_tokens for other in others), default=0)
+
+    def stats(self, later_tokens: int) -> SpeculationStats:
+        """As the client gets it; `later_tokens` are those after each answer's first."""
         return SpeculationStats(
             rounds=self.rounds,
             drafted_rounds=self.drafted_rounds,
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
-            acceptance_length=(tokens - 1) / self.rounds if self.rounds else 0.0,
+            acceptance_length=later_tokens / self.rounds if self.rounds else 0.0,
             phases=[
                 PhaseSeconds(phase=name, seconds=seconds)
                 for name, seconds in sorted(self._seconds.items())

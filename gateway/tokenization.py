@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ class Tokenizer:
         self._tokenizer = _load(folder)
         # The Rust tokenizer itself; None where a model brings a tokenizer in Python.
         self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+        self._byte_level = _is_byte_level(self._backend)
         self._special_ids = self._find_special_ids()
         vocabulary = self._tokenizer.get_vocab()
         # No text shorter than its token count times this can be told from its length alone.
@@ -59,28 +61,57 @@ class Tokenizer:
             for token, token_id in vocabulary.items()
             if len(token) == 6 and token.startswith("<0x") and token.endswith(">")
         }
+        self._ordinary_id = next(
+            (i for i in sorted(vocabulary.values()) if i not in self._special_ids | self._byte_ids),
+            0,
+        )
         self.end_ids = _end_ids(folder, self._tokenizer.eos_token_id)
         self.defaults = _generation_defaults(folder)
+        # Not a template's variables: what the method that renders it takes for itself.
+        self._reserved = {"messages", *signature(self._tokenizer.apply_chat_template).parameters}
+        self._token_bytes = _TokenBytes(self._bytes_of)
         self._make_detokenizer = self._detokenizer_kind()
 
     async def encode_text(self, text: str) -> list[int]:
         """Ids of a text, with whatever the tokenizer puts around it (e.g. a BOS)."""
         return await self._encode(text, add_special_tokens=True)
 
-    async def encode_chat(self, turns: Sequence[ChatTurn]) -> list[int]:
-        """Ids of the chat as the model's template writes it, the answer's opening included.
+    async def encode_chat(
+        self, turns: Sequence[ChatTurn], variables: Mapping[str, object] | None = None
+    ) -> list[int]:
+        """Ids of the chat as `render_chat` writes it.
 
         Raises:
-            InvalidRequest: there is no template, or it refuses the chat.
+            InvalidRequest: see `render_chat`.
+        """
+        return await self._encode(self.render_chat(turns, variables), add_special_tokens=False)
+
+    def render_chat(
+        self, turns: Sequence[ChatTurn], variables: Mapping[str, object] | None = None
+    ) -> str:
+        """The chat as the model's template writes it, the answer's opening included.
+
+        Args:
+            turns: at least one.
+            variables: more of the template's, by name.
+
+        Raises:
+            InvalidRequest: there is no template, it refuses the chat, or a variable has the name of
+                one that is not the caller's to set.
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest(
                 "messages", "chat messages", "the served model has no chat template; send text"
             )
+        for name in variables or ():
+            if name in self._reserved:
+                raise InvalidRequest(
+                    f"template_kwargs.{name}", "a value", "is not a variable of the template"
+                )
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
+            return self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **(variables or {})
             )
         except Exception as error:  # A template is a program; whatever it raises is its refusal.
             raise InvalidRequest(
@@ -88,7 +119,6 @@ class Tokenizer:
                 [turn.role for turn in turns],
                 f"refused by the model's chat template: {error}",
             ) from error
-        return await self._encode(text, add_special_tokens=False)
 
     def detokenizer(self, *, include_special_tokens: bool) -> Detokenizer:
         """A new one for one answer."""
@@ -105,6 +135,13 @@ class Tokenizer:
             clean_up_tokenization_spaces=False,
         )
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for, a special one included; empty for an id that there is not.
+
+        Exact where tokens are strings of bytes, which may be a part of a character.
+        """
+        return self._token_bytes[token_id]
+
     async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         def encode() -> list[int]:
             return list(
@@ -113,6 +150,12 @@ class Tokenizer:
 
         return encode() if len(text) <= _THREAD_CHARACTERS else await asyncio.to_thread(encode)
 
+    def _token_of(self, token_id: int) -> str | None:
+        if self._backend is not None:
+            return self._backend.id_to_token(token_id)
+        # A tokenizer in Python makes something up for an id that it does not have.
+        return self._tokenizer.convert_ids_to_tokens(token_id) if token_id >= 0 else None
+
     def _find_special_ids(self) -> frozenset[int]:
         if self._backend is None:
             return frozenset(self._tokenizer.all_special_ids)
@@ -120,15 +163,24 @@ class Tokenizer:
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def _detokenizer_kind(self) -> Callable[[bool], Detokenizer]:
-        backend = self._backend
-        decoder = backend.decoder if backend is not None else None
-        if decoder is not None and json.loads(decoder.__getstate__()).get("type") == "ByteLevel":
-            tables = {
-                True: _TokenBytes(backend.id_to_token, frozenset()),
-                False: _TokenBytes(backend.id_to_token, self._special_ids),
-            }
-            return lambda include: ByteDetokenizer(tables[include])
+        if self._byte_level:
+            special, whole = self._special_ids, self._token_bytes
+            plain = _TokenBytes(lambda token_id: b"" if token_id in special else whole[token_id])
+            return lambda include: ByteDetokenizer(whole if include else plain)
         return self._window_detokenizer
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        token = self._token_of(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            return _token_bytes(token)
+        if token_id in self._byte_ids:
+            return bytes([int(token[3:5], 16)])
+        # A text's first token may lose its space: after another one it shows whole.
+        before = self.decode([self._ordinary_id], include_special_tokens=True)
+        both = self.decode([self._ordinary_id, token_id], include_special_tokens=True)
+        return both.removeprefix(before).encode()
 
     def _window_detokenizer(self, include_special_tokens: bool) -> Detokenizer:
         special = frozenset() if include_special_tokens else self._special_ids
@@ -153,18 +205,21 @@ class Tokenizer:
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Bytes of each token of a byte-level vocabulary, worked out when first asked for."""
+    """Bytes of each token of a vocabulary, worked out when first asked for."""
 
-    def __init__(self, token_of: Callable[[int], str | None], skipped: frozenset[int]) -> None:
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
         super().__init__()
-        self._token_of = token_of
-        self._skipped = skipped
+        self._bytes_of = bytes_of
 
     def __missing__(self, token_id: int) -> bytes:
-        token = None if token_id in self._skipped else self._token_of(token_id)
-        found = b"" if token is None else _token_bytes(token)
-        self[token_id] = found
+        found = self[token_id] = self._bytes_of(token_id)
         return found
+
+
+def _is_byte_level(backend: Any) -> bool:
+    """Whether the vocabulary's tokens are strings of bytes (None: a tokenizer in Python)."""
+    decoder = backend.decoder if backend is not None else None
+    return decoder is not None and json.loads(decoder.__getstate__()).get("type") == "ByteLevel"
 
 
 def _byte_alphabet() -> Mapping[str, int]:

@@ -21,7 +21,13 @@ import grpc.aio
 from flashduet import rpc
 from flashduet.errors import FlashduetError, InvalidRequest
 from flashduet.v1 import draft_pb2, gateway_pb2, target_pb2
-from flashduet.v1.common_pb2 import ModelFacts, PhaseTimings, SamplingParams
+from flashduet.v1.common_pb2 import (
+    ModelFacts,
+    PhaseTimings,
+    PositionLogprobs,
+    SamplingParams,
+    TokenLogprob,
+)
 from flashduet.v1.draft_pb2_grpc import DraftServiceServicer, add_DraftServiceServicer_to_server
 from flashduet.v1.gateway_pb2_grpc import (
     GatewayServiceStub,
@@ -60,20 +66,22 @@ def ids_of(text: str) -> list[int]:
     return [len(SPECIALS) + order[characters[byte]] for byte in text.encode()]
 
 
-def toy_token(ids: Sequence[int], sampling: SamplingParams) -> int:
+def toy_token(ids: Sequence[int], sampling: SamplingParams, choice: int = 0) -> int:
     """The toy model: a byte token that depends on the last ids, the position and the noise key."""
     key = [*ids[-3:], len(ids)]
     if sampling.temperature > 0:
-        key += [sampling.seed & 0xFFFFFFFF, sampling.seed >> 32]
+        key += [sampling.seed & 0xFFFFFFFF, sampling.seed >> 32, choice]
     return len(SPECIALS) + zlib.crc32(repr(key).encode()) % 256
 
 
-def plain_answer(prompt: Sequence[int], tokens: int, seed: int | None = None) -> list[int]:
+def plain_answer(
+    prompt: Sequence[int], tokens: int, seed: int | None = None, choice: int = 0
+) -> list[int]:
     """What the toy target alone says."""
     sampling = SamplingParams(temperature=0.0 if seed is None else 1.0, seed=seed or 0)
     ids = list(prompt)
     for _ in range(tokens):
-        ids.append(toy_token(ids, sampling))
+        ids.append(toy_token(ids, sampling, choice))
     return ids[len(prompt) :]
 
 
@@ -83,6 +91,19 @@ class ToySession:
     prompt_length: int
     sampling: SamplingParams
     drafting: bool
+    choice: int = 0
+    top_logprobs: int | None = None
+
+
+def toy_logprobs(ids: Sequence[int], top_logprobs: int | None) -> list[PositionLogprobs]:
+    """What the toy target tells: -1/2 for what it chose, then ever less likely special tokens."""
+    if top_logprobs is None:
+        return []
+    top = [TokenLogprob(token_id=i, logprob=-1.0 - i) for i in range(top_logprobs)]
+    return [
+        PositionLogprobs(chosen=TokenLogprob(token_id=token_id, logprob=-0.5), top=top)
+        for token_id in ids
+    ]
 
 
 @dataclass
@@ -98,6 +119,8 @@ class ToyTarget(TargetServiceServicer):
     # From this round on features no longer reach the draft, or the stream breaks.
     context_lost_at: int | None = None
     dies_at: int | None = None
+    # Of each choice.
+    cached_tokens: list[int] = field(default_factory=lambda: [0])
     facts_name: str = MODEL
     tokenizer_hash: str = ""
     sessions: dict[bytes, ToySession] = field(default_factory=dict)
@@ -110,11 +133,13 @@ class ToyTarget(TargetServiceServicer):
         answered = len(session.ids) - session.prompt_length
         if self.script is not None:
             return self.script[answered] if answered < len(self.script) else IM_END
-        return toy_token(session.ids, session.sampling)
+        return toy_token(session.ids, session.sampling, session.choice)
 
     def expect(self, session: ToySession, count: int) -> list[int]:
         """The next `count` tokens, without committing them."""
-        ahead = ToySession(list(session.ids), session.prompt_length, session.sampling, False)
+        ahead = ToySession(
+            list(session.ids), session.prompt_length, session.sampling, False, session.choice
+        )
         for _ in range(count):
             ahead.ids.append(self.next_token(ahead))
         return ahead.ids[len(session.ids) :]
@@ -149,6 +174,8 @@ class ToyTarget(TargetServiceServicer):
             opening.prompt_length,
             opening.sampling,
             opening.HasField("draft_instance_id"),
+            opening.choice,
+            opening.top_logprobs if opening.HasField("top_logprobs") else None,
         )
         self.sessions[opening.session_id] = session
         await asyncio.sleep(self.open_delay_s)
@@ -159,7 +186,8 @@ class ToyTarget(TargetServiceServicer):
         return target_pb2.DecodeResponse(
             opened=target_pb2.DecodeOpened(
                 first_token_id=first,
-                cached_tokens=0,
+                cached_tokens=self.cached_tokens[opening.choice % len(self.cached_tokens)],
+                first_logprobs=next(iter(toy_logprobs([first], session.top_logprobs)), None),
                 drafting=session.drafting,
                 timings=PhaseTimings(queue_us=10, forward_us=1000, sample_us=100, publish_us=10),
                 prefill_chunks=1,
@@ -191,6 +219,7 @@ class ToyTarget(TargetServiceServicer):
                 round=verify.round,
                 accepted=accepted,
                 bonus_token_id=wanted[accepted],
+                logprobs=toy_logprobs(wanted[: accepted + 1], session.top_logprobs),
                 drafting=session.drafting,
                 timings=PhaseTimings(queue_us=10, forward_us=1000, sample_us=100, publish_us=10),
             )
@@ -216,6 +245,7 @@ class ToyTarget(TargetServiceServicer):
             facts=self.facts(),
             max_sessions=16,
             max_block_length=32,
+            max_top_logprobs=20,
             device="cpu",
             drafts=[target_pb2.AttachedDraft(instance_id=d.instance_id) for d in self.drafts],
         )
@@ -236,6 +266,8 @@ class ToyDraft(DraftServiceServicer):
     nonsense: list[int] | None = None
     dies_at: int | None = None
     lease_ms: int = 30_000
+    context_hit: int = 0
+    openings: list[draft_pb2.ProposeOpen] = field(default_factory=list)
     sessions: set[bytes] = field(default_factory=set)
     proposals: int = 0
     heartbeats: int = 0
@@ -297,9 +329,10 @@ class ToyDraft(DraftServiceServicer):
             )
             await write(_to(request, refused=refused))
             return
+        self.openings.append(request.open)
         owned.add(request.session_id)
         self.sessions.add(request.session_id)
-        opened = draft_pb2.ProposeOpened(context_hit=0, lease_ms=self.lease_ms)
+        opened = draft_pb2.ProposeOpened(context_hit=self.context_hit, lease_ms=self.lease_ms)
         await write(_to(request, opened=opened))
 
     async def _answer(self, request: draft_pb2.ProposeRequest, write: Write) -> None:
@@ -433,6 +466,9 @@ class GeneratedAnswer:
     started: gateway_pb2.GenerateStarted | None = None
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    # By choice; `texts` and `token_ids` are the first one's.
+    chunks: dict[int, list[gateway_pb2.GenerateChunk]] = field(default_factory=dict)
+    finished: dict[int, gateway_pb2.GenerateFinished] = field(default_factory=dict)
     complete: gateway_pb2.GenerateComplete | None = None
 
     def add(self, response: gateway_pb2.GenerateResponse) -> None:
@@ -442,10 +478,21 @@ class GeneratedAnswer:
         if kind == "started":
             self.started = response.started
         elif kind == "chunk":
-            self.texts.append(response.chunk.text)
-            self.token_ids += response.chunk.token_ids
+            choice = response.chunk.choice
+            assert choice not in self.finished, "nothing of an answer follows its Finished"
+            self.chunks.setdefault(choice, []).append(response.chunk)
+            if choice == 0:
+                self.texts.append(response.chunk.text)
+                self.token_ids += response.chunk.token_ids
+        elif kind == "finished":
+            assert response.finished.choice not in self.finished, "each answer finishes once"
+            self.finished[response.finished.choice] = response.finished
         else:
+            assert self.finished.keys() == self.chunks.keys(), "every answer has finished"
             self.complete = response.complete
+
+    def ids(self, choice: int) -> list[int]:
+        return [token_id for chunk in self.chunks[choice] for token_id in chunk.token_ids]
 
     @property
     def text(self) -> str:

@@ -28,7 +28,7 @@ def answer(max_tokens: int = 100, stops: tuple[str, ...] = ()) -> Answer:
         stops=stops,
         stop_ids=frozenset([END]),
     )
-    return Answer(request, ByteDetokenizer(BYTES))
+    return Answer(request, ByteDetokenizer(BYTES), BYTES.__getitem__)
 
 
 def test_tokens_past_a_stop_id_count_in_nothing() -> None:

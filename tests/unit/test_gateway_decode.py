@@ -374,10 +374,12 @@ async def test_a_slow_reader_holds_up_itself_alone_and_loses_no_lease(
                 await reading.wait()
             answer.add(response)
 
-        slow = asyncio.create_task(stack.gateway.answer(ask(PROMPT), emit))
+        slow = asyncio.create_task(stack.gateway.answer(ask(PROMPT, block_length=2), emit))
         await until(lambda: bool(answer.token_ids))
         assert (await stack.generate(ask(PROMPT))).token_ids == EXPECTED
         await until(lambda: stack.draft.heartbeats >= 3, what="heartbeats for the slow reader")
+        (waiting,) = stack.target.sessions.values()
+        assert len(waiting.ids) < len(PROMPT) + 40, "what nobody reads is not made"
         reading.set()
         await slow
         assert answer.token_ids == EXPECTED

@@ -375,10 +375,10 @@ async def test_a_mistake_of_ours_is_an_error_object_without_our_insides(
 ) -> None:
     whole, calls = Answer.commit, itertools.count(1)
 
-    def broken(answer: Answer, token_ids: list[int]) -> object:
+    def broken(answer: Answer, *given: object) -> object:
         if next(calls) >= commit:
             raise NameError("name 'secret_name' is not defined")
-        return whole(answer, token_ids)
+        return whole(answer, *given)
 
     with monkeypatch.context() as patch:
         patch.setattr(Answer, "commit", broken)
