@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from flashduet.settings import DtypeChoice, ServiceSettings, TransportChoice, default_socket_dir
+
+NumericsChoice = Literal["fast", "batch_invariant"]
 
 
 class TargetSettings(ServiceSettings):
@@ -34,13 +37,20 @@ class TargetSettings(ServiceSettings):
     max_sessions: int = Field(default=16, ge=1, le=4096)
     # Tokens of KV reserved by all sessions together; 0 means what half of the free memory holds.
     max_kv_tokens: int = Field(default=0, ge=0)
+    # Tokens of a block of KV: the step in which memory is taken and prefixes are found again.
+    block_tokens: int = Field(default=16, ge=1, le=1024)
     # Anchor + draft tokens that one Verify may carry.
     max_block_length: int = Field(default=32, ge=1, le=256)
     # A longer prompt is computed in chunks of this size, so that rounds of others come between.
     prefill_chunk_tokens: int = Field(default=256, ge=1, le=8192)
+    # Rows of one step, over all sessions.
+    max_step_tokens: int = Field(default=512, ge=256, le=65536)
     # Size of the tensor ring of each draft stream.
     ring_mib: int = Field(default=64, ge=1, le=16384)
     # Compute threads; 0 means all cores.
     threads: int = Field(default=0, ge=0, le=1024)
+    # `fast`, or `batch_invariant`: output that depends neither on the batch nor on block lengths,
+    # also in bfloat16.
+    numerics: NumericsChoice = "fast"
     # Caps the model's own context window, tokens.
     context_window: int | None = Field(default=None, ge=2)
