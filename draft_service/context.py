@@ -1,66 +1,55 @@
-"""A session's context keys and values, of all layers, in buffers that grow ahead of need.
+"""Where the context keys and values of all sessions lie: one preallocated store of blocks.
 
-Only the engine thread touches a `ContextKV`. Rows `0..length-1` are the context. A block's keys and
-values are written after them for one pass and never counted, so they cannot persist: the next
-append overwrites them. Rollback is a smaller `length`.
+Only the engine thread touches the store and a session's `Context`. Which session holds which blocks
+is the business of `draft_service.context_pool`, on the event loop; every piece of work brings the
+ids of its blocks along. Rows `0..length-1` are a context. A block's keys and values are written
+after them for one pass and never counted, so they cannot persist: the next append overwrites them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from draft_service.config import DrafterConfig
 from draft_service.network import KeysValues
+from draft_service.quantized_rows import QuantizedStorage
+from flashduet.kv.storage import KVStorage, LayerShape, Slots
 
-# Growth by a quarter copies each row four times in all, and wastes a fifth at most.
-_GROWTH = 1.25
-_ROUNDED_TO = 128
+# How context rows are kept: as the network computes them, or as 8-bit integers with scales.
+ContextDtype = Literal["auto", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
-class ContextShape:
-    """What one row of context takes: sizes, and where it lies."""
+class ContextPlan:
+    """Room for contexts.
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
+    Attributes:
+        rows: positions over all sessions; rounded up to whole blocks.
+        block_rows: positions in a block; also the grain in which prefixes are found again.
+        max_block_length: anchor + draft tokens of the longest proposal.
+        dtype: `auto` keeps rows in the network's own type.
+    """
 
-    @classmethod
-    def of(cls, config: DrafterConfig, dtype: torch.dtype, device: torch.device) -> ContextShape:
-        return cls(config.num_layers, config.num_kv_heads, config.head_dim, dtype, device)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of keys and values of all layers for one position."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-
-
-class ContextKV:
-    """Keys and values [layers, kv_heads, capacity, head_dim] of one session."""
-
-    def __init__(self, shape: ContextShape) -> None:
-        self.shape = shape
-        self.length = 0
-        self._keys = self._empty(0)
-        self._values = self._empty(0)
+    rows: int = 4096
+    block_rows: int = 16
+    max_block_length: int = 32
+    dtype: ContextDtype = "auto"
 
     @property
-    def capacity(self) -> int:
-        """Rows that fit without growing."""
-        return self._keys.shape[2]
+    def num_blocks(self) -> int:
+        return -(-self.rows // self.block_rows)
 
-    def append(self, new: KeysValues) -> None:
-        """Add rows after the context: keys and values [layers, kv_heads, rows, head_dim]."""
-        end = self.length + new.keys.shape[2]
-        self.reserve(end)
-        self._keys[:, :, self.length : end] = new.keys
-        self._values[:, :, self.length : end] = new.values
-        self.length = end
+
+@dataclass(eq=False, slots=True)
+class Context:
+    """One session's context as the engine knows it: how many of its rows are written."""
+
+    length: int = 0
 
     def truncate(self, length: int) -> None:
         """Forget the rows from `length` on.
@@ -72,41 +61,109 @@ class ContextKV:
             raise ValueError(f"cannot cut a context of {self.length} rows back to {length}")
         self.length = length
 
-    def reserve(self, rows: int) -> None:
-        """Make room for `rows` in all."""
-        if rows <= self.capacity:
-            return
-        wanted = max(rows, int(self.capacity * _GROWTH))
-        wanted += -wanted % _ROUNDED_TO
-        self._keys, self._values = (self._grown(old, wanted) for old in (self._keys, self._values))
 
-    def with_block(self, layer: int, start: int, k: Tensor, v: Tensor) -> KeysValues:
-        """One layer's context rows from `start` on and the block's own after them.
+class Seen(NamedTuple):
+    """Slots of what one block sees in a layer: context rows, its own rows, and both in order."""
+
+    context: Slots
+    block: Slots
+    both: Slots
+
+
+class ContextStore:
+    """Keys and values of all layers by slot, and the slots that blocks of a pass borrow.
+
+    Args:
+        config: the drafter's sizes.
+        dtype, device: of the network.
+    """
+
+    def __init__(
+        self, config: DrafterConfig, plan: ContextPlan, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.plan = plan
+        self.num_layers = config.num_layers
+        # A session without room for its block's rows borrows these, past all that is handed out.
+        borrowed = -(-plan.max_block_length // plan.block_rows)
+        shape = LayerShape(config.num_kv_heads, config.head_dim, config.head_dim)
+        make = QuantizedStorage if plan.dtype == "int8" else KVStorage
+        self.storage: KVStorage | QuantizedStorage = make(
+            [shape] * config.num_layers,
+            plan.num_blocks + borrowed,
+            plan.block_rows,
+            dtype,
+            device,
+        )
+        self._borrowed = range(plan.num_blocks, plan.num_blocks + borrowed)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of keys and values of all layers for one position."""
+        return self.storage.nbytes // (self.storage.num_blocks * self.plan.block_rows)
+
+    @property
+    def nbytes(self) -> int:
+        return self.storage.nbytes
+
+    def write(self, slots: Slots, rows: KeysValues) -> None:
+        """Put keys and values [n, layers, kv_heads, d] at n slots."""
+        for layer in range(self.num_layers):
+            self.storage.write(layer, slots, rows.keys[:, layer], rows.values[:, layer])
+
+    def slots(self, block_ids: Sequence[int], start: int, end: int) -> Slots:
+        """Slots of positions start..end-1 of the session that holds `block_ids`."""
+        return self.storage.locate(block_ids, start, end)
+
+    def seen(self, block_ids: Sequence[int], first: int, anchor: int, rows: int) -> Seen:
+        """Slots of context positions first..anchor-1 and of a block of `rows` rows after them."""
+        end = anchor + rows
+        if len(block_ids) * self.plan.block_rows >= end:
+            both = self.slots(block_ids, first, end)
+            if isinstance(both, slice):
+                middle = both.stop - rows
+                return Seen(slice(both.start, middle), slice(middle, both.stop), both)
+            return Seen(both[:-rows], both[-rows:], both)
+        context = self.slots(block_ids, first, anchor)
+        block = self.slots(self._borrowed, 0, rows)
+        return Seen(context, block, _joined_slots(context, block, self.storage.device))
+
+    def with_block(self, layer: int, seen: Seen, k: Tensor, v: Tensor) -> KeysValues:
+        """One layer's context rows and the block's own after them.
 
         Args:
-            k, v: [rows, kv_heads, head_dim]. Room for them must have been reserved.
+            k, v: [rows, kv_heads, head_dim].
 
         Returns:
-            Views [kv_heads, length - start + rows, head_dim], good until the next call that writes.
+            [kv_heads, context + rows, head_dim], good until the next call that writes.
         """
-        end = self.length + k.shape[0]
-        self._keys[layer, :, self.length : end] = k.transpose(0, 1)
-        self._values[layer, :, self.length : end] = v.transpose(0, 1)
-        return KeysValues(self._keys[layer, :, start:end], self._values[layer, :, start:end])
+        storage = self.storage
+        if isinstance(storage, QuantizedStorage):
+            # The block's own rows are used once: rounding them would save nothing.
+            keys, values = storage.fetch(layer, seen.context)
+            parts = ((keys, k), (values, v))
+            return KeysValues(*(torch.cat([a, b.transpose(0, 1)], dim=1) for a, b in parts))
+        storage.write(layer, seen.block, k, v)
+        return KeysValues(*storage.fetch(layer, seen.both))
 
-    def rows(self) -> KeysValues:
-        """The context's rows: views [layers, kv_heads, length, head_dim]."""
-        return KeysValues(self._keys[:, :, : self.length], self._values[:, :, : self.length])
+    def rows(self, block_ids: Sequence[int], length: int) -> KeysValues:
+        """A context's rows, keys and values [layers, kv_heads, length, head_dim]; copies."""
+        slots = self.slots(block_ids, 0, length)
+        layers = [self.storage.fetch(layer, slots) for layer in range(self.num_layers)]
+        return KeysValues(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
 
-    def _empty(self, rows: int) -> Tensor:
-        shape = self.shape
-        return torch.empty(
-            (shape.num_layers, shape.num_kv_heads, rows, shape.head_dim),
-            dtype=shape.dtype,
-            device=shape.device,
-        )
 
-    def _grown(self, old: Tensor, rows: int) -> Tensor:
-        new = self._empty(rows)
-        new[:, :, : self.length] = old[:, :, : self.length]
-        return new
+def joined_slots(parts: Sequence[Slots], device: torch.device) -> Slots:
+    """Slots of several runs as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([_indices(part, device) for part in parts])
+
+
+def _joined_slots(first: Slots, second: Slots, device: torch.device) -> Slots:
+    return joined_slots([first, second], device)
+
+
+def _indices(slots: Slots, device: torch.device) -> Tensor:
+    if isinstance(slots, slice):
+        return torch.arange(slots.start, slots.stop, device=device)
+    return slots

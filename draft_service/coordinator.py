@@ -1,7 +1,7 @@
 """What happens to each message: sessions, chunks and proposals brought together.
 
 All methods run on the event loop. A session's rows are owned here from the moment they are taken
-(`context_end` counts them) and reach its `ContextKV` through the engine's queue in order. Closing a
+(`context_end` counts them) and reach the store through the engine's queue in order. Closing a
 session, for whatever reason, goes through `_close` and frees all of it.
 """
 
@@ -10,31 +10,49 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from draft_service.context_pool import ContextPool
 from draft_service.messages import Answer, BlockDrafted, BlockRequest, ChunkArrived, Limits
 from draft_service.refusals import ChunkRefused, ProposalRefused, ReasonCounter
 from draft_service.scheduler import Drafted, Scheduler
-from draft_service.sessions import Owner, Session, SessionTable, SessionTerms
+from draft_service.sessions import Owner, Proposing, Session, SessionTable, SessionTerms
 from draft_service.tracing import record_ingest, record_phases
-from draft_service.work import IngestWork, ProposeWork, RewindWork
+from draft_service.work import ProposeWork, RewindWork
 from flashduet.errors import TransportError
+from flashduet.v1.common_pb2 import StepTime
 
 log = logging.getLogger(__name__)
 
 
-class Coordinator:
-    """The draft service without its wire."""
+@dataclass(slots=True)
+class _Attached:
+    """A target with an Ingest stream (a reconnecting one may have two a while)."""
 
-    def __init__(self, scheduler: Scheduler, limits: Limits) -> None:
+    key: bytes
+    streams: int = 0
+
+
+class Coordinator:
+    """The draft service without its wire.
+
+    Args:
+        identity: of the drafter and the way it keeps rows; part of what prefixes are found by.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, contexts: ContextPool, limits: Limits, identity: bytes = b""
+    ) -> None:
         self.limits = limits
+        self.contexts = contexts
         self.sessions = SessionTable(limits.max_sessions)
         self.refused_chunks = ReasonCounter()
         self.refused_proposals = ReasonCounter()
         self.proposals = 0
         self._scheduler = scheduler
-        self._waiting = 0
-        self._targets: Counter[bytes] = Counter()
+        self._identity = identity
+        self._targets: dict[bytes, _Attached] = {}
         self._sweeper: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------ life
@@ -54,50 +72,78 @@ class Coordinator:
     @property
     def queued_proposals(self) -> int:
         """Proposals that wait for context or for the engine."""
-        return self._waiting + self._scheduler.queued_proposals
+        waiting = sum(
+            session.proposing is not None and session.proposing.ticket is None
+            for session in self.sessions.all()
+        )
+        return waiting + self._scheduler.queued_proposals
 
     @property
     def targets(self) -> list[bytes]:
         """Instance ids of the targets with an Ingest stream."""
         return sorted(self._targets)
 
-    def attach(self, target_instance_id: bytes) -> None:
-        """An Ingest stream of this target begins (a reconnecting target may have two a while)."""
-        self._targets[target_instance_id] += 1
+    @property
+    def step_times(self) -> list[StepTime]:
+        """How long the engine's steps took by their rows."""
+        return self._scheduler.step_times.to_proto()
+
+    def attach(self, target_instance_id: bytes, key: bytes = b"") -> None:
+        """An Ingest stream of this target begins; `key` says what computes its features."""
+        attached = self._targets.setdefault(target_instance_id, _Attached(key))
+        attached.key = key
+        attached.streams += 1
 
     def detach(self, target_instance_id: bytes) -> None:
-        self._targets[target_instance_id] -= 1
-        if not self._targets[target_instance_id]:
+        attached = self._targets[target_instance_id]
+        attached.streams -= 1
+        if not attached.streams:
             del self._targets[target_instance_id]
 
     # ------------------------------------------------------------------ gateway's messages
 
-    def open(self, owner: Owner, session_id: bytes, epoch: int, terms: SessionTerms) -> int:
+    def open(
+        self,
+        owner: Owner,
+        session_id: bytes,
+        epoch: int,
+        terms: SessionTerms,
+        token_ids: Sequence[int] = (),
+    ) -> int:
         """Open, reopen (higher epoch) or repeat (same epoch, same stream) a session.
+
+        Args:
+            token_ids: of the sequence so far, by which context that is still held is found.
 
         Returns:
             Rows of context already held.
 
         Raises:
-            ProposalRefused: WRONG_EPOCH, TOO_MANY_SESSIONS, or UNKNOWN_TARGET for a target that
-                has no Ingest stream here, so that no context could come.
+            ProposalRefused: WRONG_EPOCH, TOO_MANY_SESSIONS, BAD_REQUEST, or UNKNOWN_TARGET for a
+                target that has no Ingest stream here, so that no context could come.
         """
         present = self.sessions.may_open(session_id, epoch, owner)
-        if terms.target_instance_id not in self._targets:
+        target = self._targets.get(terms.target_instance_id)
+        if target is None:
             raise ProposalRefused("UNKNOWN_TARGET", "that target is not attached to this draft")
         if present is not None and present.epoch == epoch:
             if present.terms != terms:
                 raise present.refusal("BAD_REQUEST", "already open in this epoch on other terms")
             self._renew(present)
             return present.context_end
+        if token_ids and (highest := max(token_ids)) >= self.limits.vocab_size:
+            raise ProposalRefused(
+                "BAD_REQUEST", f"token_ids: {highest} is not below {self.limits.vocab_size}"
+            )
         if present is not None:
             self._close(present)
+        key = b"|".join((self._identity, target.key, terms.cache_salt.encode()))
         session = Session(
-            session_id, epoch, owner, terms, self._scheduler.new_context(), expires_at=0.0
+            session_id, epoch, owner, terms, self.contexts.open(key, token_ids), expires_at=0.0
         )
         self._renew(session)
         self.sessions.add(session)
-        return 0
+        return session.context_end
 
     def propose(
         self, owner: Owner, session_id: bytes, epoch: int, request: BlockRequest, answer: Answer
@@ -111,9 +157,11 @@ class Coordinator:
         self._renew(session)
         self._check(session, request)
         self._abandon(session, session.refusal("CONTEXT_LATE", "given up for a later round"))
-        session.round = request.round
-        session.answer = answer
-        session.proposing = asyncio.create_task(self._draft(session, request, answer))
+        timer = asyncio.get_running_loop().call_later(
+            request.budget_us / 1e6, self._budget_over, session
+        )
+        session.proposing = Proposing(request, answer, timer)
+        self._draft_if_complete(session)
 
     def rewind(
         self, owner: Owner, session_id: bytes, epoch: int, length: int, new_epoch: int
@@ -121,7 +169,8 @@ class Coordinator:
         """Cut the context back to `length` rows and move the session to `new_epoch`.
 
         Returns:
-            Rows held now: fewer than `length` if there were fewer.
+            Rows held now: fewer than `length` if there were fewer, or if the cut would have gone
+            through a block that other sessions share.
 
         Raises:
             ProposalRefused: UNKNOWN_SESSION, or WRONG_EPOCH (also where `new_epoch` is no later).
@@ -133,15 +182,15 @@ class Coordinator:
         self._abandon(session, session.refusal("WRONG_EPOCH", f"rewound to epoch {new_epoch}"))
         session.epoch = new_epoch
         if length < session.context_end:
-            self._scheduler.rewind(RewindWork(session.context, length))
-            session.move_end(length)
+            end = self.contexts.rewind(session.context, length)
+            self._scheduler.rewind(RewindWork(session.context.engine, end))
         return session.context_end
 
     def cancel(self, owner: Owner, session_id: bytes, epoch: int, round: int) -> None:
         """Drop the round's proposal if it is still under way; it is not answered."""
         session = self.sessions.owned(owner, session_id, epoch)
         self._renew(session)
-        if session.proposing is not None and session.round == round:
+        if session.proposing is not None and session.proposing.request.round == round:
             self._abandon(session, None)
 
     def heartbeat(self, owner: Owner, session_id: bytes, epoch: int) -> None:
@@ -175,12 +224,12 @@ class Coordinator:
             ChunkRefused: the chunk was not taken and nothing has changed.
         """
         session = self.sessions.for_chunk(chunk.session_id, chunk.epoch, chunk.target_instance_id)
-        held = session.context_end
+        context, held, epoch = session.context, session.context_end, session.epoch
         if chunk.base != held:
             raise ChunkRefused("GAP", held)
         if chunk.rows < 1:
             raise ChunkRefused("WRONG_SHAPE", held)
-        if self.sessions.context_rows + chunk.rows > self.limits.max_context_rows:
+        if not self.contexts.has_room(context, chunk.rows):
             raise ChunkRefused("NO_ROOM", held)
         try:
             features = chunk.take()
@@ -190,12 +239,16 @@ class Coordinator:
         def done(error: BaseException | None) -> None:
             if error is None:
                 record_ingest(chunk, time.time_ns())
+                # A rewind has other rows in their place, or will have.
+                if self.sessions.is_open(session) and session.epoch == epoch:
+                    self.contexts.written(context, work.end)
             elif self.sessions.is_open(session):
                 log.error("rows of session %s were lost; it is closed", chunk.session_id.hex())
                 self._close(session)
 
-        self._scheduler.ingest(IngestWork(session.context, chunk.base, features), done)
-        session.move_end(held + chunk.rows)
+        work = self.contexts.take(context, chunk.token_ids, features)
+        self._scheduler.ingest(work, done)
+        self._draft_if_complete(session)
         return session.context_end
 
     # ------------------------------------------------------------------ inside
@@ -214,64 +267,82 @@ class Coordinator:
                 f"anchor_token_id {request.anchor_token_id} is not below {self.limits.vocab_size}",
             )
 
-    async def _draft(self, session: Session, request: BlockRequest, answer: Answer) -> None:
-        try:
-            outcome: BlockDrafted | ProposalRefused = await self._drafted(session, request)
-        except ProposalRefused as refused:
-            outcome = refused
-        except Exception:  # whatever it is, the gateway gets its answer
-            log.exception("a proposal failed")
-            outcome = session.refusal("INTERNAL", "the drafter failed; see the service's log")
-        session.proposing = session.answer = None
-        answer(outcome)
-
-    async def _drafted(self, session: Session, request: BlockRequest) -> BlockDrafted:
-        needed = request.committed_length - 1
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + request.budget_us / 1e6
-        self._waiting += 1
-        try:
-            await session.context_reaching(needed, request.budget_us / 1e6)
-        finally:
-            self._waiting -= 1
-        context_ns = time.time_ns()
+    def _draft_if_complete(self, session: Session) -> None:
+        """Hand the proposal that waits, if one does, to the engine once its rows are taken."""
+        proposing = session.proposing
+        if proposing is None or proposing.ticket is not None:
+            return
+        request, needed, context = proposing.request, proposing.needed, session.context
+        if context.end < needed:
+            return
+        if context.end > needed:
+            held = f"{needed} rows wanted, {context.end} held"
+            self._abandon(session, session.refusal("BEHIND_CONTEXT", held))
+            return
+        proposing.context_ns = time.time_ns()
         work = ProposeWork(
-            session.context,
+            context.engine,
             needed,
             request.anchor_token_id,
             request.block_length,
             session.terms.sampling,
             session.terms.choice,
+            self.contexts.blocks_for(context, request.block_length),
         )
-        try:
-            # A proposal that the engine comes to after its budget helps nobody.
-            async with asyncio.timeout_at(deadline):
-                drafted: Drafted = await self._scheduler.propose(work)
-        except TimeoutError:
-            raise session.refusal("CONTEXT_LATE", "the engine was busy for the budget") from None
-        if drafted.drafts is None:
-            if session.context_end > needed:
-                raise session.refusal("BEHIND_CONTEXT", f"{needed} rows wanted")
-            raise session.refusal("INTERNAL", "the drafter's logits are no numbers")
-        self.proposals += 1
-        result = BlockDrafted(drafted.drafts, request.arrived_ns, context_ns, drafted.times)
-        record_phases(result, request.trace)
-        return result
+        proposing.ticket = self._scheduler.propose(
+            work, lambda outcome: self._drafted(session, proposing, outcome)
+        )
+
+    def _drafted(
+        self, session: Session, proposing: Proposing, outcome: Drafted | BaseException
+    ) -> None:
+        """The engine is done with the proposal; it has not been abandoned meanwhile."""
+        request, context_ns = proposing.request, proposing.context_ns
+        if isinstance(outcome, BaseException):
+            result: BlockDrafted | ProposalRefused = session.refusal(
+                "INTERNAL", "the drafter failed; see the service's log"
+            )
+        elif outcome.drafts is None:
+            if session.context_end > proposing.needed:
+                result = session.refusal("BEHIND_CONTEXT", f"{proposing.needed} rows wanted")
+            else:
+                result = session.refusal("INTERNAL", "the drafter's logits are no numbers")
+        else:
+            self.proposals += 1
+            result = BlockDrafted(outcome.drafts, request.arrived_ns, context_ns, outcome.times)
+            record_phases(result, request.trace)
+        proposing.timer.cancel()
+        session.proposing = None
+        proposing.answer(result)
+
+    def _budget_over(self, session: Session) -> None:
+        """The proposal under way has had its time; drafts that come later help nobody."""
+        proposing = session.proposing
+        if proposing is None:
+            return
+        if proposing.ticket is not None:
+            detail = "the engine was busy for the budget"
+        else:
+            detail = f"{proposing.needed} rows wanted, {session.context_end} came in time"
+        self._abandon(session, session.refusal("CONTEXT_LATE", detail))
 
     def _abandon(self, session: Session, outcome: ProposalRefused | None) -> None:
         """End the proposal under way, if there is one, with this outcome."""
-        task, answer = session.proposing, session.answer
-        session.proposing = session.answer = None
-        if task is not None and answer is not None:
-            task.cancel()
-            answer(outcome)
+        proposing, session.proposing = session.proposing, None
+        if proposing is None:
+            return
+        proposing.timer.cancel()
+        if proposing.ticket is not None:
+            self._scheduler.withdraw(proposing.ticket)
+        proposing.answer(outcome)
 
     def _renew(self, session: Session) -> None:
         session.expires_at = asyncio.get_running_loop().time() + self.limits.lease_s
 
     def _close(self, session: Session) -> None:
         self._abandon(session, session.refusal("UNKNOWN_SESSION", "closed while drafting"))
-        self._scheduler.drop(session.context)
+        self._scheduler.drop(session.context.engine)
+        self.contexts.close(session.context)
         self.sessions.remove(session)
 
     async def _expire_leases(self) -> None:

@@ -1,7 +1,7 @@
 """Runs the drafter over a list of work. Knows tensors; knows no sessions, no queue and no gRPC.
 
 All rows of a step, of whatever sessions, go through the linear layers as one packed row without
-padding. Only attention is per session, over the session's own buffers.
+padding. Only attention is per session, over the session's own blocks.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from draft_service.context import ContextKV, ContextShape
+from draft_service.context import Context, ContextPlan, ContextStore, Seen, joined_slots
+from draft_service.joined_linear import Product
 from draft_service.masks import LayerMask, attention_masks
-from draft_service.network import DFlashNetwork, KeysValues, folded_attention
+from draft_service.network import DFlashNetwork, folded_attention
 from draft_service.target_tensors import TargetTensors
 from draft_service.work import Drafts, IngestWork, ProposeWork, StepResult, StepTimes
+from flashduet.packed_linear import PackedLinear, can_pack
 from flashduet.sampling.choose import BadLogits, RowKey, choose_draft_rows
 from flashduet.sampling.params import Sampling
 
@@ -31,33 +34,28 @@ class Engine:
     Args:
         network: loaded, on its device and in its dtype; its weights are fused here.
         tensors: the target's embedding and head, on the same device and in the same dtype.
+        plan: room for contexts, taken here.
     """
 
-    def __init__(self, network: DFlashNetwork, tensors: TargetTensors) -> None:
+    def __init__(
+        self, network: DFlashNetwork, tensors: TargetTensors, plan: ContextPlan | None = None
+    ) -> None:
         self.network = network
         self.config = network.config
-        self.device = network.fc.weight.device
-        self.dtype = network.fc.weight.dtype
-        self.shape = ContextShape.of(self.config, self.dtype, self.device)
-        self._tensors = tensors
+        self.device = network.norm.weight.device
+        self.dtype = network.norm.weight.dtype
+        self.plan = plan or ContextPlan()
+        self.store = ContextStore(self.config, self.plan, self.dtype, self.device)
+        self._embedding = tensors.embedding
+        self._head: Product = _head(tensors)
+        # Packed weights are not parameters, so sizes are taken before.
+        self.weight_bytes = _weight_bytes(network, tensors)
         network.fuse()
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below this: the rows of the target's embedding."""
-        return self._tensors.embedding.shape[0]
-
-    @property
-    def weight_bytes(self) -> int:
-        """Memory of all weights, the target's two tensors included."""
-        tensors = {self._tensors.embedding.data_ptr(): self._tensors.embedding}
-        tensors[self._tensors.head.data_ptr()] = self._tensors.head
-        own = sum(p.numel() * p.element_size() for p in self.network.parameters())
-        return own + sum(t.numel() * t.element_size() for t in tensors.values())
-
-    def new_context(self) -> ContextKV:
-        """An empty context; takes no memory before its first row."""
-        return ContextKV(self.shape)
+        return self._embedding.shape[0]
 
     @torch.inference_mode()
     def step(self, ingests: Sequence[IngestWork], proposals: Sequence[ProposeWork]) -> StepResult:
@@ -68,7 +66,8 @@ class Engine:
             proposals: at most one of a context.
 
         Raises:
-            ValueError: an ingest does not begin where its context ends. Nothing was changed.
+            ValueError: an ingest does not begin where its context ends, or its blocks have no room.
+                Nothing was changed.
         """
         start_ns = time.time_ns()
         if ingests:
@@ -90,15 +89,17 @@ class Engine:
         )
 
     def warm_up(self, block_length: int) -> None:
-        """Run every path once, so that no request pays for first-time work."""
-        context = self.new_context()
-        features = torch.zeros(
-            (64, self.config.feature_width), dtype=self.dtype, device=self.device
-        )
+        """Run every path once, so that no request pays for first-time work.
+
+        Before the first session: it uses blocks without asking for them.
+        """
+        context, block_ids = Context(), range(self.plan.num_blocks)
+        rows = min(64, max(1, self.plan.rows // 2))
+        features = torch.zeros((rows, self.config.feature_width), dtype=self.dtype).to(self.device)
         for sampling in (Sampling(), Sampling(temperature=1.0, top_p=0.9, seed=1)):
-            ingest = IngestWork(context, context.length, features)
-            anchor = context.length + len(features)
-            propose = ProposeWork(context, anchor, 0, block_length, sampling, choice=0)
+            anchor = context.length + rows
+            ingest = IngestWork(context, context.length, features, block_ids)
+            propose = ProposeWork(context, anchor, 0, block_length, sampling, 0, block_ids)
             self.step([ingest], [propose])
 
     def _ingest(self, ingests: Sequence[IngestWork]) -> None:
@@ -108,17 +109,14 @@ class Engine:
             if work.base != end:
                 raise ValueError(f"features of position {work.base} for a context of {end} rows")
             ends[id(work.context)] = end + work.rows
+        slots = [self.store.slots(work.block_ids, work.base, work.end) for work in ingests]
         features = _joined([work.features.to(self.dtype) for work in ingests])
-        positions = _joined(
-            [torch.arange(work.base, work.base + work.rows) for work in ingests]
-        ).to(self.device)
-        network = self.network
-        new = network.context_kv_stacked(network.context_states(features), positions)
-        start = 0
+        positions = _joined([torch.arange(work.base, work.end) for work in ingests]).to(self.device)
+        states = self.network.context_states(features)
+        rows = self.network.context_rows(states, positions)
+        self.store.write(joined_slots(slots, self.device), rows)
         for work in ingests:
-            rows = slice(start, start + work.rows)
-            work.context.append(KeysValues(new.keys[:, :, rows], new.values[:, :, rows]))
-            start += work.rows
+            work.context.length = work.end
 
     @torch.inference_mode()
     def draft_logits(self, proposals: Sequence[ProposeWork]) -> Tensor:
@@ -128,8 +126,7 @@ class Engine:
         """
         blocks, slots, token_ids, start = [], [], [], 0
         for work in proposals:
-            work.context.reserve(work.anchor_position + work.block_length)
-            blocks.append(_Block.of(work, start, self.config.layer_masks, self.device))
+            blocks.append(_Block.of(work, start, self.config.layer_masks, self.store))
             token_ids += [work.anchor_token_id] + [self.config.mask_token_id] * (
                 work.block_length - 1
             )
@@ -137,7 +134,7 @@ class Engine:
             slots.append(torch.arange(start + 1, start + work.block_length))
             start += work.block_length
         network = self.network
-        inputs = network.embed(torch.tensor(token_ids, device=self.device), self._tensors.embedding)
+        inputs = network.embed(torch.tensor(token_ids, device=self.device), self._embedding)
         positions = _joined([block.positions for block in blocks])
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -146,7 +143,7 @@ class Engine:
 
         hidden = network.run(inputs, positions, attend)
         hidden = hidden.index_select(0, _joined(slots).to(self.device))
-        return network.logits(hidden, self._tensors.head, self._tensors.head_bias)
+        return network.scaled(self._head(hidden))
 
     def _choose(self, logits: Tensor, proposals: Sequence[ProposeWork]) -> list[Drafts | None]:
         rows = [work.block_length - 1 for work in proposals]
@@ -162,6 +159,22 @@ class Engine:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+
+def _head(tensors: TargetTensors) -> Product:
+    """The target's head as a product [n, H] → [n, V]."""
+    if can_pack(tensors.head.dtype, tensors.head.device):
+        return PackedLinear([tensors.head], [tensors.head_bias])
+    return lambda hidden: functional.linear(hidden, tensors.head, tensors.head_bias)
+
+
+def _weight_bytes(network: DFlashNetwork, tensors: TargetTensors) -> int:
+    """Memory of all weights once they serve; a packed head is a copy of its own."""
+    own = sum(p.numel() * p.element_size() for p in network.parameters())
+    shared = tensors.head is tensors.embedding and not can_pack(
+        tensors.head.dtype, tensors.head.device
+    )
+    return own + tensors.embedding.nbytes + (0 if shared else tensors.head.nbytes)
 
 
 def _choose_blocks(
@@ -192,36 +205,35 @@ def _choose_alone(logits: Tensor, work: ProposeWork) -> Drafts | None:
 class _Block:
     """One proposal's rows in the packed row, and what each kind of layer lets them see."""
 
-    context: ContextKV
+    store: ContextStore
     rows: slice
     positions: Tensor
-    first_seen: dict[LayerMask, int]
+    seen: dict[LayerMask, Seen]
     masks: dict[LayerMask, Tensor | None]
 
     @classmethod
     def of(
-        cls, work: ProposeWork, start: int, kinds: Sequence[LayerMask], device: torch.device
+        cls, work: ProposeWork, start: int, kinds: Sequence[LayerMask], store: ContextStore
     ) -> _Block:
-        anchor = work.anchor_position
-        positions = torch.arange(anchor, anchor + work.block_length, device=device)
-        first_seen: dict[LayerMask, int] = {}
+        anchor, length = work.anchor_position, work.block_length
+        device = store.storage.device
+        positions = torch.arange(anchor, anchor + length, device=device)
+        seen: dict[LayerMask, Seen] = {}
         masks: dict[LayerMask, Tensor | None] = {}
         for kind in set(kinds):
             # No query sees further back than the anchor does, so a window need not be masked there.
             first = 0 if kind.window is None else max(0, anchor - kind.window + 1)
-            context_positions = torch.arange(first, anchor, device=device)
-            first_seen[kind] = first
-            masks |= attention_masks([kind], positions[None], context_positions[None])
-        return cls(
-            work.context, slice(start, start + work.block_length), positions, first_seen, masks
-        )
+            seen[kind] = store.seen(work.block_ids, first, anchor, length)
+            if not kind.sees_everything:
+                context_positions = torch.arange(first, anchor, device=device)
+                masks |= attention_masks([kind], positions[None], context_positions[None])
+        return cls(store, slice(start, start + length), positions, seen, masks)
 
     def attend(self, index: int, kind: LayerMask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Packed q [n, heads, d], k and v [n, kv_heads, d] → this block's [rows, heads * d]."""
-        rows = self.rows
-        seen = self.context.with_block(index, self.first_seen[kind], k[rows], v[rows])
-        out = folded_attention(q[None, rows], seen.keys[None], seen.values[None], self.masks[kind])
-        return out[0]
+        rows, mask = self.rows, self.masks.get(kind)
+        seen = self.store.with_block(index, self.seen[kind], k[rows], v[rows])
+        return folded_attention(q[None, rows], seen.keys[None], seen.values[None], mask)[0]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -63,7 +63,7 @@ class IngestStream:
             return
         receiver = await self._receivers.open_receiver(attach.attach)
         target, name = hello.hello.target_instance_id, transport_name(receiver.transport)
-        self._coordinator.attach(target)
+        self._coordinator.attach(target, wire.facts_key(hello.hello.facts))
         log.info("target %s (%s) attached over %s", target.hex(), hello.hello.facts.name, name)
         try:
             attached = draft_pb2.IngestAttached(transport=receiver.transport)
@@ -121,7 +121,7 @@ class IngestStream:
             chunk.session_id,
             chunk.epoch,
             chunk.base,
-            len(chunk.token_ids),
+            chunk.token_ids,
             target,
             self._reader(chunk, receiver),
             transport_name(receiver.transport),

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from draft_service.checkpoint import load_drafter
+from draft_service.context import ContextPlan
 from draft_service.engine import Engine
 from draft_service.pairing import check_drafter
 from draft_service.settings import DraftSettings
@@ -54,9 +55,15 @@ def load(settings: DraftSettings) -> LoadedDrafter:
     )
     tensors = load_target_tensors(target_folder, tied=tied, device=device, dtype=dtype)
     check_drafter(network.config, tensors, facts)
-    engine = Engine(network, tensors)
+    plan = ContextPlan(
+        settings.max_context_rows,
+        settings.context_block_rows,
+        settings.max_block_length,
+        settings.context_dtype,
+    )
+    engine = Engine(network, tensors, plan)
     engine.warm_up(max(2, min(network.config.block_length, settings.max_block_length)))
-    _log_plan(engine, folder.name, settings)
+    _log_plan(engine, folder.name)
     return LoadedDrafter(engine, folder.name, facts)
 
 
@@ -64,15 +71,17 @@ def _drafter_folder(reference: str) -> Path:
     return shipped_drafter() if reference == "default" else models.resolve_model(reference)
 
 
-def _log_plan(engine: Engine, name: str, settings: DraftSettings) -> None:
+def _log_plan(engine: Engine, name: str) -> None:
     mib = 1024 * 1024
     log.info(
-        "drafter %s on %s in %s: weights %.1f MiB, context at most %.1f MiB (%d rows of %d bytes)",
+        "drafter %s on %s in %s: weights %.1f MiB, context %.1f MiB (%d blocks of %d rows of %d "
+        "bytes)",
         name,
         engine.device,
         str(engine.dtype).removeprefix("torch."),
         engine.weight_bytes / mib,
-        settings.max_context_rows * engine.shape.row_bytes / mib,
-        settings.max_context_rows,
-        engine.shape.row_bytes,
+        engine.store.nbytes / mib,
+        engine.plan.num_blocks,
+        engine.plan.block_rows,
+        engine.store.row_bytes,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
@@ -14,11 +14,10 @@ from draft_service.work import Drafts, StepTimes
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Most that this replica holds: sessions, context rows over all of them, anchor + draft tokens
-    of a block, seconds of a lease, and ids that a token may have."""
+    """Most that this replica takes: sessions, anchor + draft tokens of a block, seconds of a lease,
+    and ids that a token may have."""
 
     max_sessions: int
-    max_context_rows: int
     max_block_length: int
     lease_s: float
     vocab_size: int
@@ -54,18 +53,22 @@ class BlockDrafted:
 class ChunkArrived:
     """A chunk before its bytes are looked at; see IngestChunk. `take` copies them out.
 
-    `transport` is the transport's name for spans.
+    `token_ids` has one for each row; `transport` is the transport's name for spans.
     """
 
     session_id: bytes
     epoch: int
     base: int
-    rows: int
+    token_ids: Sequence[int]
     target_instance_id: bytes
     take: Callable[[], Tensor]
     transport: str
     arrived_ns: int
     trace: Context | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.token_ids)
 
 
 # Called exactly once with a proposal's outcome; None: it was cancelled, and nobody is to be told.

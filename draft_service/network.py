@@ -19,7 +19,9 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from draft_service.config import DrafterConfig
+from draft_service.joined_linear import Joined, Product, fused
 from draft_service.masks import LayerMask
+from flashduet.packed_linear import PackedLinear, can_pack
 
 # (layer index, q [..., q, heads, d], k [..., q, kv_heads, d], v like k) → [..., q, heads * d].
 # Training and serving keep context keys in different places; this is the seam between them.
@@ -86,23 +88,26 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(hidden, self.sizes[0], bias=bias)
         self.k_proj = nn.Linear(hidden, self.sizes[1], bias=bias)
         self.v_proj = nn.Linear(hidden, self.sizes[2], bias=bias)
-        self.o_proj = nn.Linear(self.sizes[0], hidden, bias=bias)
+        self.o_proj: nn.Module = nn.Linear(self.sizes[0], hidden, bias=bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.fused: tuple[Tensor, Tensor | None] | None = None
+        self.fused: Product | None = None
 
     def queries_keys_values(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """[..., q, H] → q [..., q, heads, d] and k, v [..., q, kv_heads, d]; q and k rotated."""
         if self.fused is None:
             q, k, v = self.q_proj(h), self.k_proj(h), self.v_proj(h)
         else:
-            q, k, v = functional.linear(h, *self.fused).split(self.sizes, dim=-1)
+            q, k, v = self.fused(h).split(self.sizes, dim=-1)
         q = self.q_norm(q.unflatten(-1, (-1, self.head_dim)))
         k = self.k_norm(k.unflatten(-1, (-1, self.head_dim)))
         return rotate(q, cos, sin), rotate(k, cos, sin), v.unflatten(-1, (-1, self.head_dim))
 
-    def fuse(self) -> None:
-        self.fused = _join([self.q_proj, self.k_proj, self.v_proj])
+    def fuse(self, packed: bool) -> None:
+        self.fused = fused([self.q_proj, self.k_proj, self.v_proj], packed)
+        if packed:
+            self.o_proj = PackedLinear.of(self.o_proj)
+            del self.q_proj, self.k_proj, self.v_proj
 
 
 class FeedForward(nn.Module):
@@ -112,19 +117,22 @@ class FeedForward(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.down_proj: nn.Module = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act = ACT2FN[config.hidden_act]
-        self.fused: tuple[Tensor, Tensor | None] | None = None
+        self.fused: Product | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fused is None:
             gate, up = self.gate_proj(x), self.up_proj(x)
         else:
-            gate, up = functional.linear(x, *self.fused).chunk(2, dim=-1)
+            gate, up = self.fused(x).chunk(2, dim=-1)
         return self.down_proj(self.act(gate) * up)
 
-    def fuse(self) -> None:
-        self.fused = _join([self.gate_proj, self.up_proj])
+    def fuse(self, packed: bool) -> None:
+        self.fused = fused([self.gate_proj, self.up_proj], packed)
+        if packed:
+            self.down_proj = PackedLinear.of(self.down_proj)
+            del self.gate_proj, self.up_proj
 
 
 class Layer(nn.Module):
@@ -149,12 +157,12 @@ class DFlashNetwork(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(config.feature_width, config.hidden_size, bias=False)
+        self.fc: nn.Module = nn.Linear(config.feature_width, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
-        self._fused_context: tuple[Tensor, Tensor | None] | None = None
+        self._fused_context: Product | None = None
         self._fused_key_norms: Tensor | None = None
 
     def embed(self, token_ids: Tensor, embedding: Tensor) -> Tensor:
@@ -175,18 +183,23 @@ class DFlashNetwork(nn.Module):
         Returns:
             Keys (normed and rotated) and values, both [L, ..., kv_heads, c, d].
         """
+        rows = self.context_rows(context, positions)
+        return KeysValues(*(x.movedim(-3, 0).transpose(-2, -3) for x in rows))
+
+    def context_rows(self, context: Tensor, positions: Tensor) -> KeysValues:
+        """As `context_kv_stacked`, row by row: both [..., c, L, kv_heads, d]."""
         config = self.config
-        weight, bias = self._fused_context or self._joined_context()
         norms = self._fused_key_norms
         if norms is None:
             norms = self._key_norms()
         shape = (config.num_layers, 2, config.num_kv_heads, config.head_dim)
-        both = functional.linear(context, weight, bias).unflatten(-1, shape)
+        project = self._fused_context or Joined(self._context_parts())
+        both = project(context).unflatten(-1, shape)
         keys, values = both.unbind(-3)  # each [..., c, L, kv_heads, d]
         keys = functional.rms_norm(keys, (config.head_dim,), None, config.rms_norm_eps)
         cos, sin = self.rotary(positions, context.dtype)  # [..., c, 1, d]
         keys = rotate(keys * norms[:, None, :], cos[..., None, :], sin[..., None, :])
-        return KeysValues(*(x.movedim(-3, 0).transpose(-2, -3) for x in (keys, values)))
+        return KeysValues(keys, values)
 
     def context_kv(self, context: Tensor, positions: Tensor) -> list[KeysValues]:
         """`context_kv_stacked` as a list, one entry a layer, each [..., kv_heads, c, d]."""
@@ -228,34 +241,44 @@ class DFlashNetwork(nn.Module):
 
     def logits(self, hidden: Tensor, head: Tensor, bias: Tensor | None = None) -> Tensor:
         """[..., H], the target's head [V, H] and perhaps its bias [V] → float32 [..., V]."""
-        logits = functional.linear(hidden, head, bias).float() * self.config.output_multiplier
+        return self.scaled(functional.linear(hidden, head, bias))
+
+    def scaled(self, raw: Tensor) -> Tensor:
+        """What the head gives, [..., V] → float32 logits, with the drafter's factor and cap."""
+        logits = raw.float()
+        if self.config.output_multiplier != 1.0:
+            logits = logits * self.config.output_multiplier
         if (cap := self.config.final_logit_softcapping) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
-    def fuse(self) -> None:
-        """Join weights for serving; the separate parameters become views where they can.
+    def fuse(self, pack: bool | None = None) -> None:
+        """Join weights for serving, and pack them; by default where the processor has kernels.
 
         The context projection needs another grouping than the block's, so keys' and values' weights
-        are held twice. Not for training.
+        are held twice. The separate parameters are gone where packed, and views where not. Not for
+        training.
         """
         self.requires_grad_(False)
-        for layer in self._decoder_layers():
-            layer.self_attn.fuse()
-            layer.mlp.fuse()
-        self._fused_context = self._joined_context()
+        able = can_pack(self.norm.weight.dtype, self.norm.weight.device)
+        packed = able if pack is None else pack
+        self._fused_context = fused(self._context_parts(), packed, shared=True)
         self._fused_key_norms = self._key_norms()
+        for layer in self._decoder_layers():
+            layer.self_attn.fuse(packed)
+            layer.mlp.fuse(packed)
+        if packed:
+            self.fc = PackedLinear.of(self.fc)
 
     def _decoder_layers(self) -> list[Layer]:
         return [cast(Layer, layer) for layer in self.layers]
 
-    def _joined_context(self) -> tuple[Tensor, Tensor | None]:
-        parts = [
+    def _context_parts(self) -> list[nn.Linear]:
+        return [
             part
             for layer in self._decoder_layers()
             for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)
         ]
-        return _joined_weights(parts)
 
     def _key_norms(self) -> Tensor:
         return torch.stack([layer.self_attn.k_norm.weight for layer in self._decoder_layers()])
@@ -283,19 +306,3 @@ def folded_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | Non
         mask = mask[:, None].repeat(1, 1, groups, 1)
     out = functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
     return out.view(batch, -1, groups, rows, size).permute(0, 3, 1, 2, 4).reshape(batch, rows, -1)
-
-
-def _joined_weights(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias that give all the projections of one input, one after another."""
-    biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
-    weights: list[Tensor] = [part.weight for part in parts]
-    return torch.cat(weights), torch.cat(biases) if biases else None
-
-
-def _join(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """`_joined_weights`, of which the parts become views, so that nothing is held twice."""
-    weight, bias = _joined_weights(parts)
-    rows = [part.weight.shape[0] for part in parts]
-    for part, view in zip(parts, weight.split(rows), strict=True):
-        part.weight = nn.Parameter(view, requires_grad=False)
-    return weight, bias

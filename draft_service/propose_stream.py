@@ -80,7 +80,11 @@ class ProposeStream:
     def _open(self, request: draft_pb2.ProposeRequest) -> None:
         wire.require_session_id(request.session_id)
         hit = self._coordinator.open(
-            self._owner, request.session_id, request.epoch, wire.session_terms(request.open)
+            self._owner,
+            request.session_id,
+            request.epoch,
+            wire.session_terms(request.open),
+            request.open.token_ids,
         )
         lease_ms = int(self._coordinator.limits.lease_s * 1000)
         opened = draft_pb2.ProposeOpened(context_hit=hit, lease_ms=lease_ms)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from draft_service.context import ContextKV
+from draft_service.context import Context
 from draft_service.engine import Engine
 from draft_service.work import Drafts, IngestWork, ProposeWork, RewindWork, StepTimes
+from flashduet.step_times import StepTimesBySize
 
 # Rows of other contexts in a step that has proposals: a few milliseconds on a CPU.
 ROWS_BESIDE_PROPOSALS = 64
@@ -36,6 +37,10 @@ class Drafted:
     times: StepTimes
 
 
+# Called on the event loop with a proposal's outcome, or with the error of its step.
+Proposed = Callable[[Drafted | BaseException], None]
+
+
 @dataclass(eq=False, slots=True)
 class _Ingest:
     work: IngestWork | RewindWork
@@ -43,9 +48,11 @@ class _Ingest:
 
 
 @dataclass(eq=False, slots=True)
-class _Proposal:
+class Ticket:
+    """A proposal in the queue or under way; `done` is None once nobody wants it."""
+
     work: ProposeWork
-    answer: asyncio.Future[Drafted]
+    done: Proposed | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,13 @@ class _Step:
 
     ingests: list[IngestWork]
     finished: list[IngestDone]
-    proposals: list[_Proposal]
+    proposals: list[Ticket]
+
+    @property
+    def rows(self) -> int:
+        """Rows that go through the network."""
+        drafted = sum(ticket.work.block_length for ticket in self.proposals)
+        return drafted + sum(work.rows for work in self.ingests)
 
 
 class Scheduler:
@@ -62,9 +75,10 @@ class Scheduler:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.step_times = StepTimesBySize()
         self._lock = threading.Condition()
         self._ingests: list[_Ingest] = []
-        self._proposals: list[_Proposal] = []
+        self._proposals: list[Ticket] = []
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
@@ -81,42 +95,46 @@ class Scheduler:
             self._lock.notify()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, 30.0)
-        for proposal in self._proposals:
-            proposal.answer.cancel()
 
     @property
     def queued_proposals(self) -> int:
         return len(self._proposals)
-
-    def new_context(self) -> ContextKV:
-        """An empty context for a new session."""
-        return self._engine.new_context()
 
     def ingest(self, work: IngestWork, done: IngestDone) -> None:
         """Queue rows for their context; `done` is called once they are in it."""
         self._put(_Ingest(work, done))
 
     def rewind(self, work: RewindWork) -> None:
+        """Cut a context back. Rows beyond the cut that still wait are forgotten: their blocks may
+        be another's by the time they would be written."""
+        with self._lock:
+            left = []
+            for item in self._ingests:
+                of_context = item.work.context is work.context
+                if of_context and isinstance(item.work, IngestWork) and item.work.end > work.length:
+                    if item.work.base >= work.length:
+                        continue
+                    item.work, _ = item.work.split(work.length - item.work.base)
+                left.append(item)
+            self._ingests = left
         self._put(_Ingest(work))
 
-    async def propose(self, work: ProposeWork) -> Drafted:
-        """Draft a block. Cancelling the call takes it out of the queue.
-
-        Raises:
-            RuntimeError: the step failed.
-        """
-        proposal = _Proposal(work, asyncio.get_running_loop().create_future())
+    def propose(self, work: ProposeWork, done: Proposed) -> Ticket:
+        """Draft a block, and call `done` unless the proposal is withdrawn first."""
+        ticket = Ticket(work, done)
         with self._lock:
-            self._proposals.append(proposal)
+            self._proposals.append(ticket)
             self._lock.notify()
-        try:
-            return await proposal.answer
-        finally:
-            with self._lock:
-                if proposal in self._proposals:
-                    self._proposals.remove(proposal)
+        return ticket
 
-    def drop(self, context: ContextKV) -> None:
+    def withdraw(self, ticket: Ticket) -> None:
+        """Take a proposal out of the queue; if it is under way, nobody is told of its outcome."""
+        ticket.done = None
+        with self._lock:
+            if ticket in self._proposals:
+                self._proposals.remove(ticket)
+
+    def drop(self, context: Context) -> None:
         """Forget all that is queued for a context, uncalled: its session is closed."""
         with self._lock:
             self._ingests = [item for item in self._ingests if item.work.context is not context]
@@ -191,6 +209,7 @@ class Scheduler:
         try:
             result = self._engine.step(step.ingests, [p.work for p in step.proposals])
             drafted = [Drafted(drafts, result.times) for drafts in result.drafts]
+            self.step_times.add(step.rows, result.times.sampled_ns - result.times.start_ns)
         except Exception as raised:  # one bad step must not end the service
             log.exception("a step failed")
             error = raised
@@ -213,10 +232,6 @@ class Scheduler:
     def _deliver(step: _Step, drafted: list[Drafted], error: BaseException | None) -> None:
         for done in step.finished:
             done(error)
-        for index, proposal in enumerate(step.proposals):
-            if proposal.answer.done():
-                continue
-            if error is not None:
-                proposal.answer.set_exception(RuntimeError(f"the step failed: {error}"))
-            else:
-                proposal.answer.set_result(drafted[index])
+        for index, ticket in enumerate(step.proposals):
+            if ticket.done is not None:
+                ticket.done(drafted[index] if error is None else error)

@@ -80,17 +80,22 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> draft_pb2.DraftServiceGetLoadResponse:
         loaded = self._loaded()
-        coordinator = loaded.coordinator
+        coordinator, contexts = loaded.coordinator, loaded.coordinator.contexts
         return draft_pb2.DraftServiceGetLoadResponse(
             sessions=len(coordinator.sessions),
             max_sessions=coordinator.limits.max_sessions,
             context_rows=coordinator.sessions.context_rows,
-            max_context_rows=coordinator.limits.max_context_rows,
+            max_context_rows=contexts.rows,
             queued_proposals=coordinator.queued_proposals,
             rings=loaded.receivers.rings,
             proposals=coordinator.proposals,
             refused_chunks=coordinator.refused_chunks.to_proto(),
             refused_proposals=coordinator.refused_proposals.to_proto(),
+            context_blocks=contexts.blocks,
+            free_context_blocks=contexts.free_blocks,
+            cached_context_blocks=contexts.cached_blocks,
+            context_block_rows=contexts.block_rows,
+            step_times=coordinator.step_times,
         )
 
     def _loaded(self) -> LoadedService:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 
+from draft_service.context_pool import ContextPool
 from draft_service.coordinator import Coordinator
 from draft_service.loading import LoadedDrafter, load
 from draft_service.messages import Limits
@@ -79,12 +80,13 @@ class DraftService:
         await receivers.start()
         limits = Limits(
             settings.max_sessions,
-            settings.max_context_rows,
             settings.max_block_length,
             settings.lease_s,
             engine.vocab_size,
         )
-        coordinator = Coordinator(Scheduler(engine), limits)
+        identity = f"{drafter.name} {engine.dtype} {engine.plan.dtype}".encode()
+        contexts = ContextPool(engine.plan)
+        coordinator = Coordinator(Scheduler(engine), contexts, limits, identity)
         coordinator.start()
         info = draft_pb2.DraftServiceGetModelInfoResponse(
             instance_id=self.instance_id,

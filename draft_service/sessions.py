@@ -2,19 +2,20 @@
 
 A session belongs to the Propose stream that opened it, and lives until that stream closes it or
 ends, or its lease is over. All of this is used by the event loop's thread alone; the engine sees
-only a session's `ContextKV`.
+only how many rows of a session's context are written.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn
 
-from draft_service.context import ContextKV
-from draft_service.messages import Answer
+from draft_service.context_pool import HeldContext
+from draft_service.messages import Answer, BlockRequest
 from draft_service.refusals import ChunkRefused, ProposalRefused
+from draft_service.scheduler import Ticket
 from flashduet.sampling.params import Sampling
 
 # Late chunks of a closed session arrive within seconds; ids are random, so an old tombstone that
@@ -34,12 +35,37 @@ class SessionTerms:
         choice: index among a request's n answers; part of the noise key.
         target_instance_id: the only target whose chunks are taken.
         prompt_length: tokens.
+        cache_salt: rows are shared only with sessions of the same salt.
     """
 
     choice: int
     target_instance_id: bytes
     sampling: Sampling
     prompt_length: int
+    cache_salt: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class Proposing:
+    """A proposal under way.
+
+    Attributes:
+        answer: where its outcome goes.
+        timer: ends it when its budget is over.
+        context_ns: `time.time_ns()` at which its context was complete; 0 while it is not.
+        ticket: its place in the engine's queue, once the context is complete.
+    """
+
+    request: BlockRequest
+    answer: Answer
+    timer: asyncio.TimerHandle
+    context_ns: int = 0
+    ticket: Ticket | None = None
+
+    @property
+    def needed(self) -> int:
+        """Rows of context: all before the anchor."""
+        return self.request.committed_length - 1
 
 
 @dataclass(eq=False, slots=True)
@@ -47,58 +73,24 @@ class Session:
     """One sequence's state on this replica.
 
     Attributes:
-        context_end: rows of context taken in; those may still be on their way through the engine,
-            which works in order, so whatever is queued later sees them.
+        context: its rows; `context.end` counts also those that are still on their way through the
+            engine, which works in order, so whatever is queued later sees them.
         expires_at: event-loop time, seconds, at which the lease is over.
         proposing: the proposal under way, if any; a newer one replaces it.
-        round: of that proposal.
-        answer: where its outcome goes.
     """
 
     session_id: bytes
     epoch: int
     owner: Owner
     terms: SessionTerms
-    context: ContextKV
+    context: HeldContext
     expires_at: float
-    context_end: int = 0
-    proposing: asyncio.Task[None] | None = None
-    round: int = 0
-    answer: Answer | None = None
-    _waiters: list[tuple[int, asyncio.Future[None]]] = field(default_factory=list)
+    proposing: Proposing | None = None
 
-    def move_end(self, context_end: int) -> None:
-        """The context now ends there; wakes who waits for that or less."""
-        self.context_end = context_end
-        still = []
-        for needed, waiter in self._waiters:
-            if needed > context_end:
-                still.append((needed, waiter))
-            elif not waiter.done():
-                waiter.set_result(None)
-        self._waiters = still
-
-    async def context_reaching(self, needed: int, seconds: float) -> None:
-        """Wait until `needed` rows are there, no longer than `seconds`.
-
-        Raises:
-            ProposalRefused: CONTEXT_LATE, or BEHIND_CONTEXT if there are more than that.
-        """
-        if self.context_end < needed:
-            waiter = asyncio.get_running_loop().create_future()
-            entry = (needed, waiter)
-            self._waiters.append(entry)
-            try:
-                await asyncio.wait_for(waiter, seconds)
-            except TimeoutError:
-                raise self.refusal(
-                    "CONTEXT_LATE", f"{needed} rows wanted, {self.context_end} came in time"
-                ) from None
-            finally:
-                if entry in self._waiters:
-                    self._waiters.remove(entry)
-        if self.context_end > needed:
-            raise self.refusal("BEHIND_CONTEXT", f"{needed} rows wanted, {self.context_end} held")
+    @property
+    def context_end(self) -> int:
+        """Rows of context taken in."""
+        return self.context.end
 
     def refusal(self, reason: str, detail: str) -> ProposalRefused:
         return ProposalRefused(reason, detail, self.context_end)

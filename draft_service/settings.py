@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from draft_service.context import ContextDtype
 from flashduet.settings import (
     DtypeChoice,
     ServiceSettings,
@@ -16,7 +17,7 @@ from flashduet.settings import (
 
 
 class DraftSettings(ServiceSettings):
-    """Sizes are upper bounds; memory is taken as sessions need it."""
+    """Sizes are upper bounds."""
 
     model_config = SettingsConfigDict(
         env_prefix="FLASHDUET_DRAFT_", extra="ignore", frozen=True, protected_namespaces=()
@@ -37,8 +38,13 @@ class DraftSettings(ServiceSettings):
     # Where a target on this host hands its ring over; the same as the target's.
     socket_dir: Path = Field(default_factory=default_socket_dir)
     max_sessions: int = Field(default=32, ge=1, le=4096)
-    # Rows (positions) of context over all sessions.
+    # Rows (positions) of context over all sessions, those kept for later prefixes included; memory
+    # for them is set aside at start.
     max_context_rows: int = Field(default=65_536, ge=16)
+    # Rows in a block, the grain in which context is handed out and prefixes are found again.
+    context_block_rows: int = Field(default=16, ge=1, le=4096)
+    # How context rows are kept: `auto` as they are computed, `int8` in a little over half of that.
+    context_dtype: ContextDtype = "auto"
     # Anchor + draft tokens of one proposal.
     max_block_length: int = Field(default=32, ge=2, le=256)
     # How long a session lives without a message from its gateway.

@@ -44,7 +44,18 @@ def session_terms(message: draft_pb2.ProposeOpen) -> SessionTerms:
         sampling = Sampling.from_proto(message.sampling)
     except InvalidRequest as error:
         raise ProposalRefused("BAD_REQUEST", error.message) from error
-    return SessionTerms(message.choice, message.target_instance_id, sampling, message.prompt_length)
+    return SessionTerms(
+        message.choice,
+        message.target_instance_id,
+        sampling,
+        message.prompt_length,
+        message.cache_salt,
+    )
+
+
+def facts_key(facts: pb.ModelFacts) -> bytes:
+    """What says that two targets compute the same features for the same tokens."""
+    return facts.SerializeToString(deterministic=True)
 
 
 def proposal(round: int, drafted: BlockDrafted) -> draft_pb2.Proposal:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from draft_service.context import ContextKV
+from draft_service.context import Context
 from flashduet.sampling.params import Sampling
 
 
@@ -17,21 +18,29 @@ class IngestWork:
     Attributes:
         base: absolute position of the first row.
         features: [rows, feature_width], in any floating dtype, on the engine's device.
+        block_ids: of the context, with room for these rows.
     """
 
-    context: ContextKV
+    context: Context
     base: int
     features: Tensor
+    block_ids: Sequence[int]
 
     @property
     def rows(self) -> int:
         return self.features.shape[0]
 
+    @property
+    def end(self) -> int:
+        """Rows of context once these are written."""
+        return self.base + self.rows
+
     def split(self, rows: int) -> tuple[IngestWork, IngestWork]:
         """The first `rows` rows, and the others."""
+        first, others = self.features[:rows], self.features[rows:]
         return (
-            IngestWork(self.context, self.base, self.features[:rows]),
-            IngestWork(self.context, self.base + rows, self.features[rows:]),
+            IngestWork(self.context, self.base, first, self.block_ids),
+            IngestWork(self.context, self.base + rows, others, self.block_ids),
         )
 
 
@@ -39,7 +48,7 @@ class IngestWork:
 class RewindWork:
     """Cut a context back to `length` rows, after all that was queued before."""
 
-    context: ContextKV
+    context: Context
     length: int
 
 
@@ -50,14 +59,16 @@ class ProposeWork:
     Attributes:
         anchor_position: absolute; the context must have exactly this many rows.
         block_length: anchor + draft tokens, at least 2.
+        block_ids: of the context.
     """
 
-    context: ContextKV
+    context: Context
     anchor_position: int
     anchor_token_id: int
     block_length: int
     sampling: Sampling
     choice: int
+    block_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_service.engine import Engine as DraftEngine
-from draft_service.work import IngestWork, ProposeWork
 from flashduet.sampling.params import Sampling
 from target_service.session import PrefillChunk, Session, VerifyBlock
 from tests.support.tiny import tiny_drafter
-from tests.unit.drafting import engine_of
+from tests.unit.drafting import DraftingEngine, engine_of
 from tests.unit.target_support import TinyTarget, load_tiny, run_one
 
 PROMPT = [7, 90, 41, 200]
@@ -40,7 +38,7 @@ Answer = tuple[int, ...]
 @dataclass
 class Pairing:
     target: TinyTarget
-    draft: DraftEngine
+    draft: DraftingEngine
     accepted: int = 0
     rejected: int = 0
 
@@ -55,7 +53,8 @@ class Pairing:
         rows = first.context
         while session.committed_length < len(PROMPT) + POSITIONS:
             assert rows is not None
-            propose = ProposeWork(
+            ingest = self.draft.ingest_work(context, rows.base, rows.features)
+            propose = self.draft.proposal(
                 context,
                 session.anchor_position,
                 session.token_ids[-1],
@@ -63,10 +62,10 @@ class Pairing:
                 session.sampling,
                 choice,
             )
-            ingest = IngestWork(context, rows.base, rows.features)
             (drafts,) = self.draft.step([ingest], [propose]).drafts
             assert drafts is not None
             rows = self._verify(session, drafts.token_ids, layers)
+        self.draft.pool.close(context)
         return tuple(session.token_ids[len(PROMPT) : len(PROMPT) + POSITIONS])
 
     def _verify(self, session: Session, drafts: list[int], layers: tuple[int, ...]):

@@ -10,16 +10,65 @@ from pathlib import Path
 import torch
 
 from draft_service.checkpoint import load_drafter
-from draft_service.context import ContextKV
+from draft_service.context import ContextPlan
+from draft_service.context_pool import ContextPool, HeldContext
 from draft_service.engine import Engine
+from draft_service.network import KeysValues
 from draft_service.target_tensors import load_target_tensors
 from draft_service.work import IngestWork, ProposeWork
 from flashduet.sampling.params import Sampling
 
 
-def engine_of(drafter: Path, target: Path, *, tied: bool = True) -> Engine:
+class DraftingEngine(Engine):
+    """An engine with the pool of its blocks at hand, and work for it in few words."""
+
+    def __init__(self, *parts: object, **more: object) -> None:
+        super().__init__(*parts, **more)  # type: ignore[arg-type]
+        self.pool = ContextPool(self.plan)
+
+    def new_context(self) -> HeldContext:
+        return self.pool.open()
+
+    def ingest_work(self, held: HeldContext, base: int, features: torch.Tensor) -> IngestWork:
+        """Rows for a context. They are written only when the work is stepped."""
+        held.end = max(held.end, base + len(features))
+        assert self.pool.has_room(held, 0)
+        return IngestWork(held.engine, base, features, tuple(held.table.block_ids))
+
+    def ingest(self, held: HeldContext, base: int, features: torch.Tensor) -> None:
+        self.step([self.ingest_work(held, base, features)], [])
+
+    def proposal(
+        self,
+        held: HeldContext,
+        anchor_position: int,
+        anchor_token_id: int = 5,
+        block_length: int = 8,
+        sampling: Sampling | None = None,
+        choice: int = 0,
+    ) -> ProposeWork:
+        block_ids = self.pool.blocks_for(held, block_length)
+        return ProposeWork(
+            held.engine,
+            anchor_position,
+            anchor_token_id,
+            block_length,
+            sampling or Sampling(),
+            choice,
+            block_ids,
+        )
+
+    def rows(self, held: HeldContext) -> KeysValues:
+        """Written rows [layers, kv_heads, length, head_dim]; copies."""
+        return self.store.rows(held.table.block_ids, held.engine.length)
+
+
+def engine_of(
+    drafter: Path, target: Path, *, tied: bool = True, plan: ContextPlan | None = None
+) -> DraftingEngine:
     """A float32 engine on the CPU."""
-    return Engine(load_drafter(drafter), load_target_tensors(target, tied=tied))
+    plan = plan or ContextPlan(rows=1 << 16)
+    return DraftingEngine(load_drafter(drafter), load_target_tensors(target, tied=tied), plan)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -41,24 +90,28 @@ def features_for(engine: Engine, rows: int, seed: int = 0) -> torch.Tensor:
 class Sequence:
     """A context and the features that it was made of."""
 
-    context: ContextKV
+    engine: DraftingEngine
+    context: HeldContext
     features: torch.Tensor
 
     @classmethod
-    def of(cls, engine: Engine, rows: int, seed: int = 0) -> Sequence:
-        sequence = cls(engine.new_context(), features_for(engine, rows, seed))
-        if rows:
-            engine.step([IngestWork(sequence.context, 0, sequence.features)], [])
+    def of(cls, engine: DraftingEngine, rows: int, seed: int = 0) -> Sequence:
+        return cls.made_of(engine, features_for(engine, rows, seed))
+
+    @classmethod
+    def made_of(cls, engine: DraftingEngine, features: torch.Tensor) -> Sequence:
+        sequence = cls(engine, engine.new_context(), features)
+        if len(features):
+            engine.ingest(sequence.context, 0, features)
         return sequence
 
     def proposal(
-        self, anchor_token_id: int, block_length: int, sampling: Sampling | None = None
+        self,
+        anchor_token_id: int,
+        block_length: int,
+        sampling: Sampling | None = None,
+        choice: int = 0,
     ) -> ProposeWork:
-        return ProposeWork(
-            self.context,
-            len(self.features),
-            anchor_token_id,
-            block_length,
-            sampling or Sampling(),
-            choice=0,
+        return self.engine.proposal(
+            self.context, len(self.features), anchor_token_id, block_length, sampling, choice
         )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import socket
 import threading
 import time
-import weakref
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +38,7 @@ from flashduet.v1 import draft_pb2 as dp
 from flashduet.v1 import draft_pb2_grpc
 from tests.support.tiny import MASK, tiny_target
 from tests.unit.draft_peers import GatewayPeer, TargetPeer
-from tests.unit.drafting import engine_of, features_for, until
+from tests.unit.drafting import DraftingEngine, Sequence, engine_of, features_for, until
 
 LEASE_S = 0.6
 MAX_SESSIONS = 3
@@ -54,7 +52,7 @@ class Running:
     service: DraftService
     channel: grpc.aio.Channel
     facts: pb.ModelFacts
-    reference: Engine
+    reference: DraftingEngine
 
     @property
     def stub(self) -> draft_pb2_grpc.DraftServiceStub:
@@ -76,7 +74,8 @@ class Running:
         end = time.monotonic() + seconds
         while True:
             load = await self.load()
-            if not (load.sessions or load.context_rows or load.queued_proposals or load.rings):
+            blocks = load.context_blocks - load.free_context_blocks
+            if not (load.sessions or blocks or load.queued_proposals or load.rings):
                 return load
             assert time.monotonic() < end, f"still held: {load}"
             await asyncio.sleep(0.02)
@@ -89,10 +88,9 @@ class Running:
         sampling: Sampling | None = None,
     ) -> list[int]:
         """What a proposal over these context rows must answer."""
-        context = self.reference.new_context()
-        rows = len(features)
-        work = ProposeWork(context, rows, anchor, block_length, sampling or Sampling(), 0)
-        result = self.reference.step([IngestWork(context, 0, features)], [work])
+        sequence = Sequence.made_of(self.reference, features)
+        result = self.reference.step([], [sequence.proposal(anchor, block_length, sampling)])
+        self.reference.pool.close(sequence.context)
         assert result.drafts[0] is not None
         return result.drafts[0].token_ids
 
@@ -352,23 +350,6 @@ async def test_a_rewind_ends_the_proposal_under_way(running: Running) -> None:
     answer = await gateway.propose(session, 9, epoch=1, round=2)
     assert answer.proposal.round == 2
     assert list(answer.proposal.token_ids) == running.drafts(features[:8], 5, 8)
-
-
-async def test_a_closed_sessions_memory_is_given_back_while_the_engine_idles(
-    running: Running,
-) -> None:
-    target, gateway, session = await running.target(), running.gateway(), new_id()
-    await gateway.open(session, target)
-    await target.chunk(session, 0, running.features(8))
-    await gateway.propose(session, 9)
-    assert running.service.loaded is not None
-    held = running.service.loaded.coordinator.sessions.all()[0].context
-    buffers = [weakref.ref(held), *(weakref.ref(part) for part in (held._keys, held._values))]
-    del held
-    await gateway.send(session, close=dp.ProposeClose())
-    await gateway.receive()
-    gc.collect()
-    await until(lambda: all(ref() is None for ref in buffers), 2.0)
 
 
 async def test_closing_takes_the_sessions_work_out_of_the_queue(

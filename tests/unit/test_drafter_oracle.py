@@ -17,8 +17,6 @@ from dflash.model import (
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from draft_service.config import DrafterConfig, default_target_layer_ids
-from draft_service.work import IngestWork, ProposeWork
-from flashduet.sampling.params import Sampling
 from tests.support.tiny import MASK, tiny_drafter, tiny_target
 from tests.unit.drafting import engine_of, features_for
 
@@ -124,15 +122,13 @@ def test_logits_equal_the_official_ones(name: str, target: Path, tmp_path: Path)
     start, rows = 0, PROMPT
     for round, committed in enumerate(COMMITTED):
         new = features_for(engine, rows, seed=round)
-        engine.step([IngestWork(context, start, new)], [])
+        engine.ingest(context, start, new)
         start += rows
         anchor, block_length = (7 * round + 11) % 300, 8 - round % 3
-        ours = engine.draft_logits(
-            [ProposeWork(context, start, anchor, block_length, Sampling(), choice=0)]
-        )
+        ours = engine.draft_logits([engine.proposal(context, start, anchor, block_length)])
         theirs = official_logits(official, whole_target, cache, new, start, anchor, block_length)
         assert (ours - theirs).abs().max() < LIMIT
-        assert context.length == start
+        assert context.engine.length == start
         rows = committed
 
 
@@ -210,11 +206,9 @@ def test_the_oracle_can_fail(target: Path, tmp_path: Path) -> None:
     features = features_for(engine, PROMPT)
     other = features.clone()
     other[3, :8] += 1.0
-    engine.step([IngestWork(first, 0, features), IngestWork(second, 0, other)], [])
-    logits = [
-        engine.draft_logits([ProposeWork(context, PROMPT, 5, 8, Sampling(), choice=0)])
-        for context in (first, second)
-    ]
+    engine.ingest(first, 0, features)
+    engine.ingest(second, 0, other)
+    logits = [engine.draft_logits([engine.proposal(c, PROMPT)]) for c in (first, second)]
     assert (logits[0] - logits[1]).abs().max() > 100 * LIMIT
 
 

@@ -1,0 +1,164 @@
+"""The order in which the scheduler takes work, and what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from draft_service.scheduler import ROWS_A_STEP, ROWS_BESIDE_PROPOSALS, Drafted, Scheduler
+from draft_service.work import IngestWork, ProposeWork, RewindWork, StepResult
+from tests.unit.drafting import DraftingEngine, Sequence, engine_of, features_for, until
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_models: Path) -> DraftingEngine:
+    return engine_of(tiny_models / "drafter", tiny_models / "target")
+
+
+async def proposed(scheduler: Scheduler, work: ProposeWork) -> Drafted:
+    """A proposal's outcome."""
+    outcome = asyncio.get_running_loop().create_future()
+    scheduler.propose(work, outcome.set_result)
+    drafted = await outcome
+    assert isinstance(drafted, Drafted)
+    return drafted
+
+
+class Recorder(DraftingEngine):
+    """An engine that notes each step's rows by context, and the contexts proposed for."""
+
+    def __init__(self, engine: DraftingEngine) -> None:
+        self.__dict__ = engine.__dict__
+        self.steps: list[tuple[list[tuple[int, int, int]], list[int]]] = []
+
+    def step(self, ingests, proposals) -> StepResult:  # type: ignore[no-untyped-def]
+        self.steps.append(
+            (
+                [(id(w.context), w.base, w.rows) for w in ingests],
+                [id(w.context) for w in proposals],
+            )
+        )
+        return super().step(ingests, proposals)
+
+
+@pytest.fixture
+async def recorded(engine: DraftingEngine) -> AsyncIterator[tuple[Recorder, Scheduler]]:
+    """A scheduler whose thread begins when the test says so."""
+    recorder = Recorder(engine)
+    scheduler = Scheduler(recorder)
+    yield recorder, scheduler
+    await scheduler.stop()
+
+
+async def test_a_proposal_waits_for_its_own_rows_and_a_portion_of_others(
+    engine: DraftingEngine, recorded: tuple[Recorder, Scheduler]
+) -> None:
+    recorder, scheduler = recorded
+    prefill, urgent = engine.new_context(), engine.new_context()
+    finished = asyncio.Event()
+    rows = features_for(engine, 300)
+    scheduler.ingest(engine.ingest_work(prefill, 0, rows), lambda error: None)
+    scheduler.ingest(engine.ingest_work(prefill, 300, rows[:50]), lambda error: finished.set())
+    scheduler.ingest(engine.ingest_work(urgent, 0, rows[:100]), lambda error: None)
+    proposal = asyncio.create_task(proposed(scheduler, engine.proposal(urgent, 100)))
+    await asyncio.sleep(0)
+    scheduler.start()
+    assert (await asyncio.wait_for(proposal, 10)).drafts is not None
+    await asyncio.wait_for(finished.wait(), 10)
+    first_ingests, first_proposals = recorder.steps[0]
+    assert first_proposals == [id(urgent.engine)]
+    assert (id(urgent.engine), 0, 100) in first_ingests
+    assert (id(prefill.engine), 0, ROWS_BESIDE_PROPOSALS) in first_ingests
+    assert (prefill.engine.length, urgent.engine.length) == (350, 100)
+    expected = Sequence.made_of(engine, torch.cat([rows, rows[:50]]))
+    written = engine.rows(prefill).keys
+    assert (written - engine.rows(expected.context).keys).abs().max() < 1e-5
+
+
+async def test_rows_without_a_proposal_come_in_bounded_steps(
+    engine: DraftingEngine, recorded: tuple[Recorder, Scheduler]
+) -> None:
+    recorder, scheduler = recorded
+    contexts = [engine.new_context() for _ in range(3)]
+    done = [asyncio.Event() for _ in contexts]
+    for context, event in zip(contexts, done, strict=True):
+        rows = features_for(engine, 400)
+        scheduler.ingest(
+            engine.ingest_work(context, 0, rows), lambda error, event=event: event.set()
+        )
+    scheduler.start()
+    await asyncio.wait_for(asyncio.gather(*(event.wait() for event in done)), 10)
+    assert [context.engine.length for context in contexts] == [400] * 3
+    assert all(sum(r for _, _, r in step) <= ROWS_A_STEP for step, _ in recorder.steps)
+
+
+async def test_a_rewind_keeps_its_place_in_the_queue(
+    engine: DraftingEngine, recorded: tuple[Recorder, Scheduler]
+) -> None:
+    _, scheduler = recorded
+    context = engine.new_context()
+    old, new = features_for(engine, 20, seed=1), features_for(engine, 20, seed=2)
+    scheduler.ingest(engine.ingest_work(context, 0, old), lambda error: None)
+    scheduler.rewind(RewindWork(context.engine, 8))
+    scheduler.ingest(engine.ingest_work(context, 8, new), lambda error: None)
+    proposal = asyncio.create_task(proposed(scheduler, engine.proposal(context, 28)))
+    await asyncio.sleep(0)
+    scheduler.start()
+    drafted = (await asyncio.wait_for(proposal, 10)).drafts
+    expected = Sequence.made_of(engine, torch.cat([old[:8], new]))
+    result = engine.step([], [expected.proposal(5, 8)])
+    assert drafted == result.drafts[0]
+
+
+async def test_dropped_and_cancelled_work_is_never_done(
+    engine: DraftingEngine, recorded: tuple[Recorder, Scheduler]
+) -> None:
+    recorder, scheduler = recorded
+    gone, kept = engine.new_context(), engine.new_context()
+    called: list[str] = []
+    rows = features_for(engine, 5)
+    scheduler.ingest(engine.ingest_work(gone, 0, rows), lambda error: called.append("gone"))
+    scheduler.ingest(engine.ingest_work(kept, 0, rows), lambda error: called.append("kept"))
+    ticket = scheduler.propose(engine.proposal(gone, 5), lambda outcome: called.append("drafted"))
+    assert scheduler.queued_proposals == 1
+    scheduler.withdraw(ticket)
+    scheduler.drop(gone.engine)
+    assert scheduler.queued_proposals == 0
+    scheduler.start()
+    await until(lambda: "kept" in called)
+    assert called == ["kept"]
+    assert all(not proposals for _, proposals in recorder.steps)
+    assert gone.engine.length == 0
+
+
+async def test_what_follows_lost_rows_is_lost_with_them(
+    engine: DraftingEngine,
+    recorded: tuple[Recorder, Scheduler],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else their positions would fail every later step that they share with other sessions."""
+    _, scheduler = recorded
+    context, other = engine.new_context(), engine.new_context()
+    errors: list[BaseException | None] = []
+    rows = features_for(engine, ROWS_A_STEP)
+    fail = iter([True])
+    whole = Recorder._ingest
+
+    def fail_once(self: Recorder, ingests: list[IngestWork]) -> None:
+        if next(fail, False):
+            raise RuntimeError("out of memory")
+        whole(self, ingests)
+
+    monkeypatch.setattr(Recorder, "_ingest", fail_once)
+    scheduler.ingest(engine.ingest_work(context, 0, rows), errors.append)
+    # These two would share the next step.
+    scheduler.ingest(engine.ingest_work(context, len(rows), rows[:10]), errors.append)
+    scheduler.ingest(engine.ingest_work(other, 0, rows[:20]), errors.append)
+    scheduler.start()
+    await until(lambda: len(errors) == 3)
+    assert [error is None for error in errors] == [False, False, True]
+    assert (context.engine.length, other.engine.length) == (0, 20)
