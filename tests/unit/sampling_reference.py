@@ -68,6 +68,27 @@ def kept_tokens(logits: np.ndarray, sampling: Sampling) -> list[int]:
     return order
 
 
+def penalized(
+    logits: np.ndarray, sampling: Sampling, tokens: list[int], prompt_length: int
+) -> np.ndarray:
+    """One row after `tokens`, of which the first prompt_length are the prompt's, id by id."""
+    changed = logits.astype(np.float32).copy()
+    answer = tokens[prompt_length:]
+    for token in range(len(changed)):
+        value = changed[token]
+        if token in sampling.logit_bias:
+            value = value + np.float32(sampling.logit_bias[token])
+        if token in tokens:
+            repetition = np.float32(sampling.repetition_penalty)
+            value = value / repetition if value > 0 else value * repetition
+        if token in answer:
+            times = np.float32(answer.count(token))
+            value = value - np.float32(sampling.frequency_penalty) * times
+            value = value - np.float32(sampling.presence_penalty)
+        changed[token] = value
+    return changed
+
+
 def choose(logits: np.ndarray, position: int, sampling: Sampling, choice: int = 0) -> int:
     """The token of one row."""
     values = logits.astype(np.float32).astype(np.float64)

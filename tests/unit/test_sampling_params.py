@@ -32,6 +32,77 @@ def test_the_wire_keeps_every_value():
     assert Sampling.from_proto(Sampling().to_proto()) == Sampling()
 
 
+def test_the_wire_keeps_penalties_and_bias():
+    sampling = Sampling(
+        presence_penalty=0.5,
+        frequency_penalty=-1.25,
+        repetition_penalty=1.1,
+        logit_bias={7: 0.1, 3: -100, 2**32 - 1: 100.0},
+    )
+    wire = SamplingParams.FromString(sampling.to_proto().SerializeToString())
+    assert Sampling.from_proto(wire) == sampling
+    assert hash(Sampling.from_proto(wire)) == hash(sampling)
+    assert sampling.penalized
+    assert sampling.needs_history
+
+
+def test_what_changes_no_logit_costs_no_history():
+    assert not Sampling(temperature=1.0, top_p=0.5).penalized
+    biased = Sampling(logit_bias={3: 1.0})
+    assert biased.penalized
+    assert not biased.needs_history
+    for name, value in [
+        ("presence_penalty", -0.1),
+        ("frequency_penalty", 0.1),
+        ("repetition_penalty", 0.9),
+    ]:
+        assert Sampling(**{name: value}).needs_history
+
+
+def test_a_bias_cannot_be_changed_afterwards():
+    given = {5: 1.0}
+    sampling = Sampling(logit_bias=given)
+    given[5] = 2.0
+    assert dict(sampling.logit_bias) == {5: 1.0}
+    with pytest.raises(TypeError):
+        sampling.logit_bias[5] = 2.0
+
+
+def test_a_bias_on_a_token_that_the_model_lacks_is_refused():
+    sampling = Sampling(logit_bias={99: 1.0, 100: 1.0})
+    sampling.check_vocabulary(101)
+    with pytest.raises(InvalidRequest) as caught:
+        sampling.check_vocabulary(100, "request.sampling")
+    assert caught.value.message == (
+        "request.sampling.logit_bias: 100 given, "
+        "must have token ids below the vocabulary's size, 100"
+    )
+
+
+@pytest.mark.parametrize(
+    ("bias", "limit"),
+    [
+        ({1: 100.5}, "must have values from -100 to 100; that of token 1 is 100.5"),
+        ({1: NAN}, "must have values from -100 to 100; that of token 1 is nan"),
+        (dict.fromkeys(range(1025), 1.0), "must have at most 1024 entries"),
+        ({-1: 1.0}, "must have token ids, whole numbers from 0, as keys"),
+        ({"1": 1.0}, "must have token ids, whole numbers from 0, as keys"),
+        ([1, 2], "must map token ids to numbers"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_bad_bias_is_refused_by_name_and_limit(bias, limit):
+    with pytest.raises(InvalidRequest) as caught:
+        Sampling(logit_bias=bias)
+    assert (caught.value.field, caught.value.limit) == ("sampling.logit_bias", limit)
+
+
+def test_a_bad_bias_on_the_wire_is_refused_under_its_own_name():
+    with pytest.raises(InvalidRequest) as caught:
+        Sampling.from_proto(SamplingParams(logit_bias={4: 101.0}), prefix="request.sampling")
+    assert caught.value.field == "request.sampling.logit_bias"
+
+
 @pytest.mark.parametrize(
     ("field", "value", "limit"),
     [
@@ -45,6 +116,14 @@ def test_the_wire_keeps_every_value():
         ("min_p", -0.01, "must be from 0 to 1"),
         ("min_p", 1.01, "must be from 0 to 1"),
         ("min_p", NAN, "must be from 0 to 1"),
+        ("presence_penalty", 2.01, "must be from -2 to 2"),
+        ("presence_penalty", NAN, "must be from -2 to 2"),
+        ("frequency_penalty", -2.01, "must be from -2 to 2"),
+        ("frequency_penalty", INFINITY, "must be from -2 to 2"),
+        ("repetition_penalty", 0.0, "must be above 0 and at most 10"),
+        ("repetition_penalty", -1.0, "must be above 0 and at most 10"),
+        ("repetition_penalty", 10.01, "must be above 0 and at most 10"),
+        ("repetition_penalty", NAN, "must be above 0 and at most 10"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name_value_and_limit(field, value, limit):
@@ -85,6 +164,8 @@ def test_what_the_wire_could_not_carry_is_refused_in_python_too(field, value):
         {"temperature": 100.0, "top_p": 1e-300, "top_k": 2**32 - 1, "min_p": 1.0},
         {"temperature": 1, "top_p": 1, "min_p": 0},
         {"temperature": 5e-324},
+        {"presence_penalty": 2, "frequency_penalty": -2.0, "repetition_penalty": 10},
+        {"repetition_penalty": 5e-324, "logit_bias": dict.fromkeys(range(1024), -100)},
     ],
 )
 def test_limits_themselves_are_accepted(fields):
