@@ -1,60 +1,97 @@
 """The target model as a step over a list of work items.
 
-Items of any sessions may share a step. Behind the interface each item is one pass of the stock
-Transformers model over the session's own cache; nothing here knows of gRPC.
+All items of a step, of whatever sessions, are one packed row of tokens and one forward pass of the
+stock Transformers model. Nothing here knows of gRPC.
 """
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flashduet.errors import CheckpointError
-from flashduet.sampling.choose import choose_tokens
+from flashduet.kv.storage import KVStorage
+from flashduet.sampling.choose import BadLogits, RowBlock, choose_blocks
+from flashduet.sampling.logprobs import row_logprobs
 from flashduet.sampling.params import Sampling
-from target_service.cache import KeyValueCache
+from flashduet.sampling.position_logprobs import PositionLogprobs
 from target_service.features import FeatureCapture
+from target_service.forward import PackedModel
 from target_service.load import LoadedTarget
+from target_service.packed import Span
 from target_service.session import (
     ContextRows,
     Interval,
     PrefillChunk,
-    Session,
     StepFailure,
     StepResult,
-    VerifyBlock,
     WorkItem,
 )
 
-# A chunk, and then a block of the usual size.
-_WARM_UP_CHUNK, _WARM_UP_TOKENS = 16, 24
-# Of cached logits from plain ones, by the element type's rounding; a wrong mask is far above.
+# Of packed logits from plain ones, by the element type's rounding; a wrong mask is far above.
 _LARGEST_DIFFERENCE = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One item's place in a step.
+
+    Attributes:
+        first_row: of its tokens in the packed row.
+        first_kept: of its rows among those whose logits are computed.
+        kept: how many of its rows, its last ones, have logits.
+    """
+
+    item: WorkItem
+    span: Span
+    first_row: int
+    first_kept: int
+    kept: int
+
+    @property
+    def rows(self) -> int:
+        return len(self.span.token_ids)
+
+    @property
+    def logit_rows(self) -> range:
+        return range(self.first_kept, self.first_kept + self.kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The tokens that an item commits: accepted drafts and the bonus, or a prefill's first."""
+
+    committed: tuple[int, ...]
+    accepted: int
+
+
 class Engine:
-    """Runs one target. `step` belongs to one thread; `new_cache` may be called from any."""
+    """Runs one target over blocks of keys and values. Belongs to one thread.
 
-    def __init__(self, target: LoadedTarget) -> None:
-        self.features = FeatureCapture(target.decoder, target.config.num_hidden_layers)
-        self.model = target.model
+    Whoever schedules steps owns the blocks: an item's session has room reserved in its table for
+    all positions of the item, and one item a step at most.
+
+    Args:
+        target: taken over; its model is changed to run packed rows fast.
+        num_blocks, block_tokens: of the store of keys and values, allocated here.
+
+    Raises:
+        CheckpointError: the model cannot be served; names its type and the reason.
+    """
+
+    def __init__(self, target: LoadedTarget, num_blocks: int, block_tokens: int) -> None:
         self._config = target.config
-        self._device = target.device
         self._dtype = target.dtype
-        accepted = inspect.signature(target.model.forward).parameters
-        # Transformers before 5.24 calls the cache past_key_values.
-        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
-        self._takes_positions = "position_ids" in accepted
-        self._takes_logits_to_keep = "logits_to_keep" in accepted
-
-    def new_cache(self, max_tokens: int) -> KeyValueCache:
-        """An empty cache for one session; memory is taken as it fills."""
-        return KeyValueCache(self._config, max_tokens)
+        self._device = target.device
+        self.packed = PackedModel(target)
+        self.kv = KVStorage(
+            self.packed.layers.shapes, num_blocks, block_tokens, target.dtype, target.device
+        )
+        self.features = FeatureCapture(target.decoder, target.config.num_hidden_layers)
 
     @torch.inference_mode()
     def step(self, items: Sequence[WorkItem]) -> list[StepResult | StepFailure]:
@@ -62,119 +99,202 @@ class Engine:
 
         A failing item leaves its session as it was and does not touch the others.
         """
-        return [self._guarded(item) for item in items]
+        try:
+            return self._step(items)
+        except Exception as error:
+            if len(items) == 1:
+                return [StepFailure(error)]
+            # Only the culprit shall fail: nothing is committed yet, so each can go on its own.
+            return [self.step([item])[0] for item in items]
+
+    def _step(self, items: Sequence[WorkItem]) -> list[StepResult | StepFailure]:
+        parts = _lay_out(items)
+        layer_ids = {layer_id for item in items for layer_id in item.layer_ids}
+        with self.features.recording(layer_ids):
+            started, clock = time.time_ns(), time.perf_counter_ns()
+            keep = _rows_to_keep(parts, self._device)
+            logits = self.packed.forward(self.kv, [part.span for part in parts], keep)
+            forward = Interval(started, time.perf_counter_ns() - clock)
+            started, clock = time.time_ns(), time.perf_counter_ns()
+            answers = _choose(logits, parts)
+            logprobs = _tell_logprobs(logits, parts, answers)
+            sample = Interval(started, time.perf_counter_ns() - clock)
+            results: list[StepResult | StepFailure] = []
+            for part, answer, told in zip(parts, answers, logprobs, strict=True):
+                if isinstance(answer, StepFailure):
+                    results.append(answer)
+                    continue
+                context = self._context(part, answer)
+                _commit(part, answer)
+                results.append(
+                    StepResult(
+                        answer.committed,
+                        answer.accepted,
+                        part.rows,
+                        context,
+                        forward,
+                        sample,
+                        told,
+                    )
+                )
+            return results
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run a throwaway session, so that the first request finds kernels chosen and memory
-        mapped, and compare its logits with those of one plain pass without any cache.
+        """Run a throwaway sequence, so that the first request finds kernels chosen and memory
+        mapped, and compare its logits with those of the model as it was loaded.
+
+        Uses the first blocks of the store, so it must run before any session does.
 
         Raises:
-            CheckpointError: the model cannot be run in parts: it is not causal, or it does not
-                read its cache as Transformers' cache interface has it.
+            CheckpointError: packed passes over the store differ from a plain pass.
         """
-        # Any ids will do, if neighbours differ.
-        tokens = [index * 7919 % self._config.vocab_size for index in range(_WARM_UP_TOKENS)]
-        session = Session(
-            session_id=bytes(16),
-            epoch=0,
-            choice=0,
-            sampling=Sampling(temperature=1.0),
-            cache=self.new_cache(_WARM_UP_TOKENS),
-            token_limit=_WARM_UP_TOKENS,
-            prompt_length=_WARM_UP_TOKENS,
-        )
-        try:
-            head, _ = self.forward(session, 0, tokens[:_WARM_UP_CHUNK], logit_rows=_WARM_UP_CHUNK)
-            rest = tokens[_WARM_UP_CHUNK:]
-            tail, _ = self.forward(session, _WARM_UP_CHUNK, rest, logit_rows=len(rest))
-            ids = torch.tensor([tokens], device=self._device)
-            whole = self.model(input_ids=ids, use_cache=False).logits[0]
-        except Exception as error:
-            raise CheckpointError(
-                f"model_type {self._config.model_type!r}: a pass over a cache failed: {error}"
-            ) from error
-        self._choose(tail, _WARM_UP_CHUNK, session)
-        difference = _relative_difference(torch.cat([head, tail]), whole)
+        plain = self.packed.plain_logits
+        tokens = self.packed.probe_ids[0].tolist()
+        tokens = tokens[: self.kv.num_blocks * self.kv.block_tokens]
+        blocks = range(self.kv.num_blocks)
+        rows, start = [], 0
+        # A chunk, a single row and a block.
+        for count in (16, 1, len(tokens)):
+            part = tokens[start : start + count]
+            if part:
+                span = Span(blocks, start, part)
+                keep = torch.arange(len(part), device=self._device)
+                try:
+                    rows.append(self.packed.forward(self.kv, [span], keep))
+                except Exception as error:
+                    raise CheckpointError(
+                        f"model_type {self._config.model_type!r}: a packed pass failed: {error}"
+                    ) from error
+            start += count
+        packed = torch.cat(rows)
+        choose_blocks(packed, [RowBlock(1, len(packed), Sampling(temperature=1.0))])
+        difference = _relative_difference(packed, plain[: len(tokens)])
         if not difference < _LARGEST_DIFFERENCE[self._dtype]:
             raise CheckpointError(
-                f"model_type {self._config.model_type!r}: logits of a pass in two parts and of one "
-                f"whole pass differ by {difference:.0%}; the model is not causal, or reads its "
-                "cache in a way of its own"
+                f"model_type {self._config.model_type!r}: logits of packed passes and of a plain "
+                f"one differ by {difference:.0%}; the model does not use Transformers' attention "
+                "interface as it is meant"
             )
 
-    def _guarded(self, item: WorkItem) -> StepResult | StepFailure:
-        committed = item.session.committed_length
-        try:
-            with self.features.recording(item.layer_ids):
-                if isinstance(item, PrefillChunk):
-                    return self._prefill(item)
-                return self._verify(item)
-        except Exception as error:
-            del item.session.token_ids[committed:]
-            item.session.cache.rollback(item.base)
-            return StepFailure(error)
-
-    def _prefill(self, item: PrefillChunk) -> StepResult:
-        session, count = item.session, len(item.token_ids)
-        logits, forward = self.forward(session, item.base, item.token_ids, logit_rows=1)
-        chosen: list[int] = []
-        started, clock = time.time_ns(), time.perf_counter_ns()
-        if item.last:
-            chosen = self._choose(logits, item.base + count, session)
-        sample = Interval(started, time.perf_counter_ns() - clock)
-        context = self._context(item, item.token_ids)
-        session.token_ids.extend(chosen)
-        return StepResult(tuple(chosen), 0, count, context, forward, sample)
-
-    def _verify(self, item: VerifyBlock) -> StepResult:
-        session, drafts = item.session, list(item.token_ids)
-        block = [session.token_ids[item.base], *drafts]
-        logits, forward = self.forward(session, item.base, block, logit_rows=len(block))
-        started, clock = time.time_ns(), time.perf_counter_ns()
-        chosen = self._choose(logits, item.base + 1, session)
-        sample = Interval(started, time.perf_counter_ns() - clock)
-        # Row i chose the token that follows block[i]; drafts hold as far as both agree.
-        accepted = 0
-        while accepted < len(drafts) and chosen[accepted] == drafts[accepted]:
-            accepted += 1
-        context = self._context(item, block[: accepted + 1])
-        committed = tuple(chosen[: accepted + 1])
-        session.cache.rollback(item.base + accepted + 1)
-        session.token_ids.extend(committed)
-        return StepResult(committed, accepted, len(block), context, forward, sample)
-
-    def forward(
-        self, session: Session, base: int, token_ids: Sequence[int], logit_rows: int
-    ) -> tuple[Tensor, Interval]:
-        """One causal pass over token_ids at positions base..; logits [logit_rows, V] of the last
-        rows."""
-        if session.cache.length != base:
-            raise ValueError(f"the cache holds {session.cache.length} tokens, base {base} given")
-        started, clock = time.time_ns(), time.perf_counter_ns()
-        arguments: dict[str, Any] = {
-            "input_ids": torch.tensor([list(token_ids)], device=self._device),
-            "use_cache": True,
-            self._cache_argument: session.cache,
-        }
-        if self._takes_positions:
-            end = base + len(token_ids)
-            arguments["position_ids"] = torch.arange(base, end, device=self._device).unsqueeze(0)
-        if self._takes_logits_to_keep:
-            arguments["logits_to_keep"] = logit_rows
-        logits = self.model(**arguments).logits[0, -logit_rows:]
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return logits, Interval(started, time.perf_counter_ns() - clock)
-
-    def _choose(self, logits: Tensor, first_position: int, session: Session) -> list[int]:
-        return choose_tokens(logits, first_position, session.sampling, session.choice).tokens
-
-    def _context(self, item: WorkItem, token_ids: Sequence[int]) -> ContextRows | None:
-        if not item.layer_ids:
+    def _context(self, part: _Part, answer: _Answer) -> ContextRows | None:
+        """Features of the item's committed positions that its draft still needs."""
+        item, span = part.item, part.span
+        kept = part.rows if isinstance(item, PrefillChunk) else answer.accepted + 1
+        skipped = max(0, item.session.draft_context_hit - item.base)
+        if not item.layer_ids or skipped >= kept:
             return None
-        features = self.features.rows(item.layer_ids, len(token_ids))
-        return ContextRows(item.base, tuple(token_ids), features)
+        first = part.first_row + skipped
+        features = self.features.rows(item.layer_ids, first, kept - skipped)
+        return ContextRows(item.base + skipped, tuple(span.token_ids[skipped:kept]), features)
+
+
+def _lay_out(items: Sequence[WorkItem]) -> list[_Part]:
+    """Check the items and give each its rows.
+
+    Raises:
+        ValueError: a session's table does not end where its item begins.
+    """
+    parts: list[_Part] = []
+    row = kept_row = 0
+    for item in items:
+        session = item.session
+        if item.base != session.table.length:
+            raise ValueError(
+                f"the table holds {session.table.length} tokens, base {item.base} given"
+            )
+        if isinstance(item, PrefillChunk):
+            tokens, kept = item.token_ids, int(item.last)
+        else:
+            tokens = (session.token_ids[item.base], *item.token_ids)
+            kept = len(tokens)
+        span = Span(session.table.block_ids, item.base, tokens)
+        parts.append(_Part(item, span, row, kept_row, kept))
+        row += len(tokens)
+        kept_row += kept
+    return parts
+
+
+def _rows_to_keep(parts: Sequence[_Part], device: torch.device) -> Tensor:
+    rows = [
+        row
+        for part in parts
+        for row in range(part.first_row + part.rows - part.kept, part.first_row + part.rows)
+    ]
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def _choose(logits: Tensor, parts: Sequence[_Part]) -> list[_Answer | StepFailure]:
+    """Choose for all rows of the step in one call; items with bad logits fail alone."""
+    failures: dict[int, StepFailure] = {}
+    answers: list[_Answer | StepFailure] = []
+    while True:
+        sound = [i for i, part in enumerate(parts) if part.kept and i not in failures]
+        rows = [row for i in sound for row in parts[i].logit_rows]
+        if failures:
+            wanted = logits.index_select(0, torch.tensor(rows, device=logits.device))
+        else:
+            wanted = logits[: len(rows)]
+        try:
+            chosen = choose_blocks(wanted, [_row_block(parts[i]) for i in sound]) if sound else []
+            break
+        except BadLogits as error:
+            bad = {rows[row] for row in error.rows}
+            for i in sound:
+                if not bad.isdisjoint(parts[i].logit_rows):
+                    failures[i] = StepFailure(error)
+    tokens = dict(zip(sound, chosen, strict=True))
+    for i, part in enumerate(parts):
+        failed = failures.get(i)
+        answers.append(failed or _accept(part.item, tokens.get(i, [])))
+    return answers
+
+
+def _row_block(part: _Part) -> RowBlock:
+    item, session = part.item, part.item.session
+    drafts = () if isinstance(item, PrefillChunk) else item.token_ids
+    first = part.span.end - part.kept + 1
+    return RowBlock(
+        first, part.kept, session.sampling, session.choice, session.history, drafts=drafts
+    )
+
+
+def _accept(item: WorkItem, chosen: list[int]) -> _Answer:
+    if isinstance(item, PrefillChunk):
+        return _Answer(tuple(chosen), 0)
+    # Row i chose the token that follows row i's; drafts hold as far as both agree.
+    drafts, accepted = item.token_ids, 0
+    while accepted < len(drafts) and chosen[accepted] == drafts[accepted]:
+        accepted += 1
+    return _Answer(tuple(chosen[: accepted + 1]), accepted)
+
+
+def _tell_logprobs(
+    logits: Tensor, parts: Sequence[_Part], answers: Sequence[_Answer | StepFailure]
+) -> list[tuple[PositionLogprobs, ...]]:
+    """Logprobs of the committed tokens of each item whose session asks for them."""
+    rows: list[int] = []
+    token_ids: list[int] = []
+    top: list[int] = []
+    counts = []
+    for part, answer in zip(parts, answers, strict=True):
+        wanted = part.item.session.top_logprobs
+        count = 0
+        if wanted is not None and isinstance(answer, _Answer):
+            count = len(answer.committed)
+            rows += part.logit_rows[:count]
+            token_ids += answer.committed
+            top += [wanted] * count
+        counts.append(count)
+    told = iter(row_logprobs(logits, rows, token_ids, top) if rows else ())
+    return [tuple(next(told) for _ in range(count)) for count in counts]
+
+
+def _commit(part: _Part, answer: _Answer) -> None:
+    item, session = part.item, part.item.session
+    computed = part.rows if isinstance(item, PrefillChunk) else answer.accepted + 1
+    session.table.length = item.base + computed
+    session.commit(answer.committed)
 
 
 def _relative_difference(ours: Tensor, theirs: Tensor) -> float:

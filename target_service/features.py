@@ -6,7 +6,7 @@ pass whose session wants it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,7 +50,7 @@ class FeatureCapture:
             )
 
     @contextmanager
-    def recording(self, layer_ids: Sequence[int]) -> Iterator[None]:
+    def recording(self, layer_ids: Collection[int]) -> Iterator[None]:
         """Keep the states of these layers from the pass made inside the block."""
         self._wanted = frozenset(layer_ids)
         for layer_id in self._wanted - self._handles.keys():
@@ -61,12 +61,14 @@ class FeatureCapture:
             self._wanted = frozenset()
             self._states.clear()
 
-    def rows(self, layer_ids: Sequence[int], count: int) -> Tensor:
-        """The first `count` rows of the pass: [count, len(layer_ids) * hidden], a copy.
+    def rows(self, layer_ids: Sequence[int], first: int, count: int) -> Tensor:
+        """`count` rows of the pass from `first` on: [count, len(layer_ids) * hidden], a copy.
 
         Layers are concatenated in the order given. Call it inside `recording`.
         """
-        return torch.cat([self._states[layer_id][0, :count] for layer_id in layer_ids], dim=-1)
+        return torch.cat(
+            [self._states[layer_id][0, first : first + count] for layer_id in layer_ids], dim=-1
+        )
 
     def close(self) -> None:
         for handle in self._handles.values():

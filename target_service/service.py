@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from flashduet.errors import ConfigurationError
 from flashduet.hardware import available_memory
+from flashduet.kv.blocks import BlockPool
 from flashduet.settings import split_endpoints
 from flashduet.transport.negotiation import offers
 from flashduet.transport.options import MIB, TransportOptions
@@ -20,6 +21,8 @@ from target_service.sessions import Limits, Sessions
 from target_service.settings import TargetSettings
 
 log = logging.getLogger(__name__)
+
+BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class TargetService:
             context_window=target.facts.context_window,
             vocab_size=target.facts.vocab_size,
             max_sessions=settings.max_sessions,
-            max_kv_tokens=settings.max_kv_tokens or _affordable_kv_tokens(settings, target),
+            max_kv_tokens=kv_tokens(settings, target),
             max_block_length=settings.max_block_length,
         )
         endpoints = split_endpoints(settings.drafts)
@@ -63,7 +66,7 @@ class TargetService:
         return cls(
             identity=identity,
             device=str(target.device),
-            sessions=Sessions(limits, engine.new_cache),
+            sessions=Sessions(limits, BlockPool(engine.kv.num_blocks, engine.kv.block_tokens)),
             scheduler=scheduler,
             publisher=publisher,
         )
@@ -72,6 +75,17 @@ class TargetService:
         """Stop the engine, then give the rings back."""
         await self.scheduler.close()
         await self.publisher.close()
+
+
+def kv_tokens(settings: TargetSettings, target: LoadedTarget) -> int:
+    """Tokens of keys and values that all sessions may hold together."""
+    return settings.max_kv_tokens or _affordable_kv_tokens(settings, target)
+
+
+def load_engine(settings: TargetSettings, target: LoadedTarget) -> Engine:
+    """An engine with blocks for all sessions, the last block of each being used in part."""
+    blocks = -(-kv_tokens(settings, target) // BLOCK_TOKENS) + settings.max_sessions
+    return Engine(target, blocks, BLOCK_TOKENS)
 
 
 def _affordable_kv_tokens(settings: TargetSettings, target: LoadedTarget) -> int:

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from flashduet.kv.blocks import BlockTable
+from flashduet.sampling.history import TokenHistory
 from flashduet.sampling.params import Sampling
-from target_service.cache import KeyValueCache
+from flashduet.sampling.position_logprobs import PositionLogprobs
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Session:
     """Changed by the engine alone, between the arrival of a message and its answer.
 
-    Invariant between rounds: the cache holds every committed token but the last, the anchor.
+    Invariant between rounds: the table holds every committed token but the last, the anchor.
     """
 
     session_id: bytes
@@ -24,7 +25,6 @@ class Session:
     # Index among a request's answers; part of the noise key.
     choice: int
     sampling: Sampling
-    cache: KeyValueCache
     # Positions 0..token_limit-1 may be computed.
     token_limit: int
     prompt_length: int
@@ -40,6 +40,18 @@ class Session:
     cache_key: bytes = b""
     # Takes what interactive sessions leave.
     batch: bool = False
+    # Committed tokens as penalties count them; None where the sampling has no use for it.
+    history: TokenHistory | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.sampling.needs_history:
+            self.history = TokenHistory(self.prompt_length, self.token_ids)
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Append chosen tokens."""
+        self.token_ids.extend(token_ids)
+        if self.history is not None:
+            self.history.extend(token_ids)
 
     @property
     def committed_length(self) -> int:
@@ -105,7 +117,10 @@ class StepResult:
             last one, accepted drafts and the bonus for a block.
         accepted: draft tokens that the target agreed with.
         rows: positions computed.
-        context: features of the rows that are committed for good; None when none were asked for.
+        context: features of the rows that are committed for good, less those that the draft needs
+            no more; None when there are none, or none were asked for.
+        forward, sample: of the whole step, which all its items share.
+        logprobs: of each committed token, for a session that asks for them.
     """
 
     committed: tuple[int, ...]
@@ -114,6 +129,7 @@ class StepResult:
     context: ContextRows | None
     forward: Interval
     sample: Interval
+    logprobs: tuple[PositionLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

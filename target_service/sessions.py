@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashduet.errors import Conflict, InvalidRequest, Overloaded
+from flashduet.kv.blocks import BlockPool, BlockTable
 from flashduet.sampling.params import Sampling
 from flashduet.v1 import target_pb2
-from target_service.cache import KeyValueCache
 from target_service.session import Session
 
 ID_BYTES = 16
@@ -41,9 +41,9 @@ class Sessions:
     fails for want of room in the middle of an answer.
     """
 
-    def __init__(self, limits: Limits, new_cache: Callable[[int], KeyValueCache]) -> None:
+    def __init__(self, limits: Limits, pool: BlockPool) -> None:
         self.limits = limits
-        self._new_cache = new_cache
+        self._pool = pool
         self._open: dict[tuple[bytes, int], Session] = {}
 
     @property
@@ -74,22 +74,29 @@ class Sessions:
         if key in self._open:
             raise Conflict(f"session {message.session_id.hex()}: epoch {message.epoch} is open")
         self._check_room(token_limit)
+        table = BlockTable()
+        if not self._pool.reserve(table, token_limit):
+            raise Overloaded(
+                f"{token_limit} tokens of KV wanted, all blocks in use", _RETRY_AFTER_S
+            )
         session = Session(
             session_id=message.session_id,
             epoch=message.epoch,
             choice=message.choice,
             sampling=sampling,
-            cache=self._new_cache(token_limit),
+            table=table,
             token_limit=token_limit,
             prompt_length=prompt_length,
             token_ids=list(message.token_ids),
+            draft_context_hit=message.draft_context_hit,
         )
         self._open[key] = session
         return session
 
     def close(self, session: Session) -> None:
         """Free what the session holds; its buffers go when the engine's current step is over."""
-        self._open.pop((session.session_id, session.epoch), None)
+        if self._open.pop((session.session_id, session.epoch), None) is not None:
+            self._pool.release(session.table)
 
     def check_tokens(self, field: str, token_ids: Sequence[int]) -> None:
         """Raises InvalidRequest naming the first token id outside the vocabulary."""

@@ -3,36 +3,55 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
+from flashduet.kv.blocks import BlockPool, BlockTable
 from flashduet.sampling.params import Sampling
 from target_service.engine import Engine
 from target_service.load import LoadedTarget, load_target
+from target_service.packed import Span
 from target_service.session import PrefillChunk, Session, StepResult, VerifyBlock
 from target_service.settings import TargetSettings
 from tests.support.tiny import VOCAB_SIZE, tiny_target
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "mixtral", "gpt2"]
 
+BLOCKS, BLOCK_TOKENS = 512, 16
+
 
 @dataclass(frozen=True)
 class TinyTarget:
+    """A packed engine, and the same model as Transformers loads it."""
+
     folder: Path
     target: LoadedTarget
     engine: Engine
+    stock: nn.Module
+    pool: BlockPool = field(default_factory=lambda: BlockPool(BLOCKS, BLOCK_TOKENS))
 
-    def session(self, tokens: list[int], *, room: int = 256, **fields: Any) -> Session:
+    def table(self, room: int, *, scattered: bool = False) -> BlockTable:
+        """Blocks for `room` positions; scattered ones have no two neighbours in order."""
+        table = BlockTable()
+        assert self.pool.reserve(table, room)
+        if scattered:
+            table.block_ids.reverse()
+        return table
+
+    def session(
+        self, tokens: list[int], *, room: int = 256, scattered: bool = False, **fields: Any
+    ) -> Session:
         defaults = {
             "session_id": os.urandom(16),
             "epoch": 0,
             "choice": 0,
             "sampling": Sampling(),
-            "cache": self.engine.new_cache(room),
+            "table": self.table(room, scattered=scattered),
             "token_limit": room,
             "prompt_length": len(tokens),
             "token_ids": list(tokens),
@@ -40,15 +59,24 @@ class TinyTarget:
         return Session(**(defaults | fields))
 
     @torch.inference_mode()
+    def logits(self, session: Session, base: int, tokens: list[int]) -> Tensor:
+        """All logits [n, V] of one packed pass over tokens at base..; the table grows by them."""
+        assert session.table.length == base
+        span = Span(session.table.block_ids, base, tokens)
+        result = self.engine.packed.forward(self.engine.kv, [span], torch.arange(len(tokens)))
+        session.table.length = span.end
+        return result
+
+    @torch.inference_mode()
     def reference(self, tokens: list[int]) -> Any:
         """The stock model's own output for the whole sequence at once, without any cache."""
         ids = torch.tensor([tokens])
-        return self.target.model(ids, use_cache=False, output_hidden_states=True)
+        return self.stock(ids, use_cache=False, output_hidden_states=True)
 
     @torch.inference_mode()
     def generate(self, tokens: list[int], count: int) -> list[int]:
         """Transformers' own greedy continuation."""
-        output = self.target.model.generate(  # type: ignore[operator]
+        output = self.stock.generate(  # type: ignore[operator]
             torch.tensor([tokens]),
             max_new_tokens=count,
             do_sample=False,
@@ -61,7 +89,8 @@ class TinyTarget:
 def load_tiny(folder: Path, family: str = "llama", **overrides: Any) -> TinyTarget:
     tiny_target(folder, family, **overrides)
     target = load_target(TargetSettings(model=str(folder), device="cpu", dtype="float32"))
-    return TinyTarget(folder, target, Engine(target))
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return TinyTarget(folder, target, Engine(target, BLOCKS, BLOCK_TOKENS), stock)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

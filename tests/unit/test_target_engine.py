@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from flashduet.sampling.choose import choose_tokens
 from flashduet.sampling.params import Sampling
-from target_service.engine import Engine
 from target_service.session import PrefillChunk, StepFailure, StepResult, VerifyBlock
 from tests.unit.target_support import (
     FAMILIES,
@@ -41,21 +41,20 @@ def one_thread() -> Iterator[None]:
 
 
 def test_logits_equal_one_plain_pass_across_chunks_and_rollbacks(tiny: TinyTarget) -> None:
-    # 300 tokens pass the windows of 24, the buffers' first size and two growths of them.
+    # 300 tokens pass the windows of 24; scattered blocks are gathered, others read as a view.
     tokens = prompt(300)
     expected = tiny.reference(tokens).logits[0]
-    session = tiny.session(tokens, room=310)
-    base = 0
-    with torch.inference_mode():
+    for scattered in (False, True):
+        session = tiny.session(tokens, room=310, scattered=scattered)
+        base = 0
         for rows in (60, 1, 8, 1, 64, 5, 100, 1, 1, 16, 43):
             if 0 < base < 290:
-                tiny.engine.forward(session, base, prompt(4, seed=base), logit_rows=4)
-                session.cache.rollback(base)
-            chunk = tokens[base : base + rows]
-            logits, _ = tiny.engine.forward(session, base, chunk, logit_rows=rows)
+                tiny.logits(session, base, prompt(4, seed=base))
+                session.table.length = base
+            logits = tiny.logits(session, base, tokens[base : base + rows])
             torch.testing.assert_close(logits, expected[base : base + rows], atol=1e-4, rtol=0)
             base += rows
-    assert base == len(tokens)
+        assert base == len(tokens)
 
 
 def test_greedy_output_is_that_of_generate_whatever_is_drafted(tiny: TinyTarget) -> None:
@@ -123,16 +122,17 @@ def test_a_state_before_the_final_norm_would_be_noticed(tiny: TinyTarget) -> Non
     assert not torch.allclose(result.context.features, caught[0][0], atol=1e-2)
 
 
-def test_hooks_exist_only_where_a_session_asked(llama: TinyTarget) -> None:
-    engine = Engine(llama.target)
-    assert engine.features.hooked_layer_ids == frozenset()
-    prefill(engine, llama.session(prompt(5)))
-    assert engine.features.hooked_layer_ids == frozenset()
-    prefill(engine, llama.session(prompt(5)), layers=(2, 0))
-    assert engine.features.hooked_layer_ids == {0, 2}
-    plain = prefill(engine, llama.session(prompt(5)))[-1]
+def test_hooks_exist_only_where_a_session_asked(tmp_path: Path) -> None:
+    fresh = load_tiny(tmp_path)
+    hooks = fresh.engine.features
+    assert hooks.hooked_layer_ids == frozenset()
+    prefill(fresh.engine, fresh.session(prompt(5)))
+    assert hooks.hooked_layer_ids == frozenset()
+    prefill(fresh.engine, fresh.session(prompt(5)), layers=(2, 0))
+    assert hooks.hooked_layer_ids == {0, 2}
+    plain = prefill(fresh.engine, fresh.session(prompt(5)))[-1]
     assert plain.context is None
-    engine.features.close()
+    hooks.close()
 
 
 def test_sampled_tokens_do_not_depend_on_blocks_or_chunks(llama: TinyTarget) -> None:
@@ -185,7 +185,7 @@ def test_a_failing_item_leaves_its_session_and_the_others_alone(llama: TinyTarge
     broken, sound = llama.session(prompt(12)), llama.session(prompt(12))
     prefill(llama.engine, broken)
     prefill(llama.engine, sound)
-    before, length = list(broken.token_ids), broken.cache.length
+    before, length = list(broken.token_ids), broken.table.length
     outside = [10_000_000]
     results = llama.engine.step(
         [
@@ -195,7 +195,7 @@ def test_a_failing_item_leaves_its_session_and_the_others_alone(llama: TinyTarge
     )
     assert isinstance(results[0], StepFailure)
     assert isinstance(results[1], StepResult)
-    assert (broken.token_ids, broken.cache.length) == (before, length)
+    assert (broken.token_ids, broken.table.length) == (before, length)
     again = run_one(llama.engine, VerifyBlock(broken, broken.anchor_position, []))
     assert again.committed == results[1].committed
 
@@ -214,7 +214,7 @@ def test_a_pass_that_breaks_off_midway_is_mended(llama: TinyTarget) -> None:
     (result,) = llama.engine.step([VerifyBlock(session, 12, [1, 2, 3])])
     handle.remove()
     assert isinstance(result, StepFailure)
-    assert session.cache.length == 12
+    assert session.table.length == 12
     run_one(llama.engine, VerifyBlock(session, 12, [5, 6]))
     assert session.token_ids[12:14] == expected
 
@@ -226,4 +226,4 @@ def test_every_draft_right_gives_the_bonus_too(llama: TinyTarget) -> None:
     prefill(llama.engine, session)
     result = run_one(llama.engine, VerifyBlock(session, 15, truth[1:8]))
     assert (result.accepted, list(result.committed)) == (7, truth[1:9])
-    assert session.cache.length == session.committed_length - 1
+    assert session.table.length == session.committed_length - 1

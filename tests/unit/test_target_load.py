@@ -17,7 +17,6 @@ from target_service.engine import Engine
 from target_service.load import load_target
 from target_service.settings import TargetSettings
 from tests.support.tiny import tiny_target
-from tests.unit.target_support import TinyTarget, prefill, prompt
 
 WEIGHTS = "model.safetensors"
 
@@ -59,12 +58,9 @@ def test_a_name_and_a_smaller_window(folder: Path) -> None:
     assert load(folder, context_window=9999).facts.context_window == 512
 
 
-def test_kv_bytes_are_those_that_a_cache_takes(folder: Path) -> None:
+def test_kv_bytes_are_those_that_the_store_takes(folder: Path) -> None:
     target = load(folder)
-    tiny = TinyTarget(folder, target, Engine(target))
-    session = tiny.session(prompt(100), room=100)
-    prefill(tiny.engine, session)
-    assert session.cache.nbytes() == 100 * target.kv_bytes_per_token
+    assert Engine(target, 10, 16).kv.nbytes == 160 * target.kv_bytes_per_token
 
 
 def test_a_truncated_file_is_named(folder: Path) -> None:
@@ -112,18 +108,16 @@ def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
             weight.mul_(10.0 if weight.dim() > 1 else 1.0)
     model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="bert"):
-        Engine(load(tmp_path)).warm_up()
+        Engine(load(tmp_path), 10, 16)
 
 
-def test_a_cache_that_a_model_misreads_is_refused(folder: Path) -> None:
-    engine = Engine(load(folder))
+def test_a_model_that_packed_passes_run_wrongly_is_refused(folder: Path) -> None:
+    engine = Engine(load(folder), 10, 16)
 
     def shift(module: object, arguments: tuple, given: dict) -> tuple[tuple, dict]:
-        positions = given.get("position_ids")
-        moved = {} if positions is None else {"position_ids": positions + 1}
-        return arguments, given | (moved if given["use_cache"] and positions[0, 0] else {})
+        return arguments, given | {"position_ids": given["position_ids"].clamp(max=16)}
 
-    handle = engine.model.register_forward_pre_hook(shift, with_kwargs=True)
+    handle = engine.packed.model.register_forward_pre_hook(shift, with_kwargs=True)
     with pytest.raises(CheckpointError, match="differ"):
         engine.warm_up()
     handle.remove()

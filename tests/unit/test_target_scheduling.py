@@ -119,7 +119,7 @@ async def test_a_cancelled_prefill_stops_before_its_next_chunk(
         done = scheduler.steps
         await asyncio.sleep(0.2)
     assert scheduler.steps <= done + 1
-    assert session.cache.length < 100
+    assert session.table.length < 100
     assert scheduler.queued_items == 0
 
 
@@ -138,7 +138,7 @@ async def test_a_prefill_cancelled_in_the_queue_is_never_begun(
         assert scheduler.queued_items == 0
         await first
     await asyncio.sleep(0.1)
-    assert waiting.cache.length == 0
+    assert waiting.table.length == 0
     assert scheduler.steps == 1
 
 
@@ -173,12 +173,12 @@ async def test_closing_fails_what_waits(tiny: TinyTarget) -> None:
 
 async def test_an_idle_engine_holds_no_session(scheduler: Scheduler, tiny: TinyTarget) -> None:
     session = tiny.session(prompt(20))
-    cache = weakref.ref(session.cache)
+    alive = weakref.ref(session)
     await scheduler.prefill(session, None)
     await asyncio.sleep(0.1)
     del session
     gc.collect()
-    assert cache() is None
+    assert alive() is None
 
 
 async def test_an_idle_engine_makes_no_steps(scheduler: Scheduler, tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""A stock Transformers model made to run packed rows of tokens over the block store."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashduet.errors import CheckpointError
+from flashduet.kv.storage import KVStorage
+from flashduet.packed_linear import can_pack, pack_linears
+from target_service.attention import PACKED, running
+from target_service.load import LoadedTarget
+from target_service.packed import PackedPass, Span
+from target_service.survey import survey, vary
+
+log = logging.getLogger(__name__)
+
+_SURVEY_TOKENS = 24
+
+
+class PackedModel:
+    """Owns the model of a loaded target and changes it in place.
+
+    Attributes:
+        model: with packed attention; it can run no other passes any more.
+        layers: its attention layers.
+        plain_logits: [n, V] of the untouched model for `probe_ids` [1, n], to compare with.
+
+    Raises:
+        CheckpointError: the model cannot be served; names its type and the reason.
+    """
+
+    def __init__(self, target: LoadedTarget) -> None:
+        self.model: Any = target.model
+        self._device = target.device
+        accepted = inspect.signature(self.model.forward).parameters
+        self._takes_positions = "position_ids" in accepted
+        self._takes_logits_to_keep = "logits_to_keep" in accepted
+        self.probe_ids = vary(_SURVEY_TOKENS, target.config.vocab_size).to(target.device)
+        with torch.inference_mode():
+            try:
+                self.plain_logits: Tensor = self._run_plain()[0]
+            except Exception as error:
+                kind = target.config.model_type
+                raise CheckpointError(f"model_type {kind!r}: a plain pass failed: {error}") from (
+                    error
+                )
+            self.layers = survey(self.model, target.config, self._run_plain)
+            if can_pack(target.dtype, target.device):
+                report = pack_linears(self.model, self._run_surveyed(target.config))
+                log.info(
+                    "%d linear layers packed as %d products, %.0f MiB",
+                    report.layers,
+                    report.products,
+                    report.nbytes / 2**20,
+                )
+        self.model.set_attn_implementation(PACKED)  # type: ignore[operator]
+
+    def forward(self, kv: KVStorage, spans: Sequence[Span], keep: Tensor) -> Tensor:
+        """Run the spans' tokens as one row; their keys and values are in `kv` afterwards.
+
+        Args:
+            keep: rows [k], int64, whose logits are wanted.
+
+        Returns:
+            logits [k, V].
+        """
+        ids = [token_id for span in spans for token_id in span.token_ids]
+        positions = [position for span in spans for position in range(span.base, span.end)]
+        arguments: dict[str, Any] = {
+            "input_ids": torch.tensor([ids], device=self._device),
+            "use_cache": False,
+        }
+        if self._takes_positions:
+            arguments["position_ids"] = torch.tensor([positions], device=self._device)
+        if self._takes_logits_to_keep:
+            arguments["logits_to_keep"] = keep
+        with running(PackedPass(self.layers, kv, spans)):
+            logits: Tensor = self.model(**arguments).logits[0]
+        if not self._takes_logits_to_keep:
+            logits = logits.index_select(0, keep)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return logits
+
+    def _run_plain(self) -> Tensor:
+        return self.model(input_ids=self.probe_ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+    def _run_surveyed(self, config: Any) -> Any:
+        return lambda: survey(self.model, config, self._run_plain)
