@@ -11,9 +11,9 @@ from flashduet import process
 from flashduet.models import tokenizer_hash
 from flashduet.rpc import Server
 from flashduet.v1.gateway_pb2_grpc import add_GatewayServiceServicer_to_server
+from gateway.api_keys import ApiKeys, RequireApiKey
 from gateway.gateway import Gateway
-from gateway.http import create_app
-from gateway.http_server import HttpServer
+from gateway.http import HttpServer, create_app
 from gateway.locate import locate
 from gateway.router import Router
 from gateway.server import SERVICE, GatewayServicer
@@ -34,12 +34,15 @@ def main() -> int:
 
 async def serve(settings: GatewaySettings) -> None:
     """Answer health checks at once, requests when tokenizer and a target are there."""
+    keys = ApiKeys.load(settings)
+    if not keys.required:
+        logger.info("no API keys are set: whoever reaches the ports may ask")
     stop = process.stop_requested()
     router = Router(settings)
     gateway = Gateway(settings, router)
-    server = Server([SERVICE])
+    server = Server([SERVICE], [RequireApiKey(keys)])
     add_GatewayServiceServicer_to_server(GatewayServicer(gateway), server.grpc)
-    http = HttpServer(create_app(gateway), settings.shutdown_grace_s)
+    http = HttpServer(create_app(gateway, settings, keys), settings.shutdown_grace_s)
     await server.start(settings.listen)
     running = asyncio.create_task(_run(settings, router, gateway, server), name="gateway")
     stopping = asyncio.create_task(stop.wait())

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flashduet.errors import InvalidRequest
+from flashduet.errors import ContextTooLong, InvalidRequest, UnknownModel
 from flashduet.sampling.params import Sampling
 from flashduet.v1 import common_pb2 as pb_common
 from flashduet.v1 import gateway_pb2 as pb
@@ -83,7 +83,7 @@ async def admit(
     """
     # What costs nothing to check comes before tokenizing.
     if message.HasField("model") and message.model != served.name:
-        raise InvalidRequest("model", message.model, f"served is {served.name!r}")
+        raise UnknownModel(message.model, served.name)
     sampling = Sampling.from_proto(message.sampling)
     sampling.check_vocabulary(served.vocab_size)
     if not message.sampling.HasField("seed"):
@@ -144,7 +144,7 @@ def _max_tokens(
     window = served.context_window
     left = window - prompt
     if left < 1:
-        raise InvalidRequest(
+        raise ContextTooLong(
             field,
             f"{prompt} tokens",
             f"must leave room for an answer in the context window of {window} tokens",
@@ -152,7 +152,7 @@ def _max_tokens(
     if not message.HasField("max_tokens"):
         return min(left, limits.default_max_tokens or left, limits.most_tokens(served))
     if message.max_tokens > left:
-        raise InvalidRequest(
+        raise ContextTooLong(
             "max_tokens",
             message.max_tokens,
             f"a prompt of {prompt} tokens leaves {left} in the context window of {window}",

@@ -118,6 +118,15 @@ class Gateway:
             for observer in self.observers:
                 observer(end)
 
+    async def check(self, message: pb.GenerateRequest) -> None:
+        """Refuse a request that could not be answered, without answering one that could.
+
+        Raises:
+            InvalidRequest: a field is out of its limits.
+            Unavailable: nothing is served.
+        """
+        await self._admit(message)
+
     def _take_room(self, message: pb.GenerateRequest) -> int:
         """Count the request's answers as under way, and return how many they are."""
         active, wanted = self.counts.active, choices(message, self._limits)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
+from google.protobuf.json_format import MessageToDict, SerializeToJsonError
 
-from flashduet.errors import InvalidRequest
+from flashduet.errors import ContextTooLong, InvalidRequest
 from flashduet.v1 import gateway_pb2 as pb
 from gateway.router import ServedModel
 from gateway.tokenization import ChatTurn, Tokenizer
@@ -59,7 +59,10 @@ def _turns(messages: Sequence[pb.ChatMessage]) -> list[ChatTurn]:
 
 def _variables(chat: pb.ChatMessages) -> dict[str, object]:
     """The chat template's variables; protobuf knows only floats, templates want whole numbers."""
-    given = MessageToDict(chat.template_kwargs)
+    try:
+        given = MessageToDict(chat.template_kwargs)
+    except SerializeToJsonError as error:
+        raise InvalidRequest("template_kwargs", "a number", "must be finite") from error
     return {name: _whole(value) for name, value in given.items()}
 
 
@@ -88,7 +91,7 @@ def _check_characters(
     """Refuse what cannot fit before spending seconds on tokenizing it."""
     most = served.context_window * tokenizer.longest_token
     if characters > most:
-        raise InvalidRequest(
+        raise ContextTooLong(
             field,
             f"{characters} characters",
             f"at most {most} can fit the context window of {served.context_window} tokens",

@@ -49,7 +49,6 @@ def test_streaming_gives_the_same_text(client):
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"max_tokens": 10**9}, "max_tokens"),
-        ({"model": "nobody"}, "model"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": "x" * 20_000}]}, "messages"),
@@ -62,3 +61,9 @@ def test_bad_input_is_a_400_that_names_the_field(client, pair, change, field):
         client.chat.completions.create(**request)
     assert field in str(caught.value.body)
     assert caught.value.status_code == 400
+
+
+def test_an_unknown_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="nobody", messages=MESSAGES, max_tokens=4)
+    assert caught.value.code == "model_not_found"

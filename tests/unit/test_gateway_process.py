@@ -88,11 +88,11 @@ async def test_the_life_of_the_process(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{http_port}"
         await wait_for(endpoint, Health.NOT_SERVING)
         async with httpx.AsyncClient(base_url=url) as http:
-            assert (await http.get("/health")).status_code == 503
+            assert (await http.get("/ready")).status_code == 503
 
             target_server = await serve_target(target, f"127.0.0.1:{target_port}")
             await wait_for(endpoint, Health.SERVING)
-            assert (await http.get("/health")).status_code == 200
+            assert (await http.get("/ready")).status_code == 200
 
         async with rpc.open_channel(endpoint) as channel:
             answer = GeneratedAnswer()
