@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flashduet.errors import InvalidRequest
 from flashduet.v1 import gateway_pb2 as pb
+from flashduet.v1.common_pb2 import PRIORITY_BATCH
 from gateway.admission import Limits, admit
-from gateway.request import Speculation, SpeculationMode
+from gateway.request import Priority, Speculation, SpeculationMode
 from gateway.router import ServedModel
 from gateway.tokenization import Tokenizer
 from tests.support.tiny import IM_END
@@ -23,11 +25,13 @@ SERVED = ServedModel(
     drafter="toy-drafter",
     block_length=8,
     created=1,
+    max_top_logprobs=5,
 )
 LIMITS = Limits(
     max_tokens=None,
     default_max_tokens=None,
     speculation=Speculation(SpeculationMode.AUTO, None),
+    most_choices=4,
 )
 
 
@@ -42,8 +46,11 @@ def request(**fields: object) -> pb.GenerateRequest:
     return pb.GenerateRequest(**fields)  # type: ignore[arg-type]
 
 
-def chat(*turns: tuple[str, str]) -> pb.ChatMessages:
-    return pb.ChatMessages(messages=[pb.ChatMessage(role=r, content=c) for r, c in turns])
+def chat(*turns: tuple[str, str], **variables: object) -> pb.ChatMessages:
+    messages = [pb.ChatMessage(role=r, content=c) for r, c in turns]
+    chat = pb.ChatMessages(messages=messages)
+    chat.template_kwargs.update(variables)
+    return chat
 
 
 BAD = [
@@ -79,6 +86,26 @@ BAD = [
     (request(speculation={"block_length": 33}), "speculation.block_length", "33", "to 32"),
     (request(speculation={"block_length": 0}), "speculation.block_length", "0", "from 1"),
     (request(speculation={"mode": 9}), "speculation.mode", "9", "AUTO, FIXED or OFF"),
+    (request(n=0), "n", "0", "from 1 to 4"),
+    (request(n=5), "n", "5", "from 1 to 4"),
+    (request(top_logprobs=6), "top_logprobs", "6", "from 0 to 5"),
+    (request(priority=7), "priority", "7", "INTERACTIVE or BATCH"),
+    (request(cache_salt="x" * 257), "cache_salt", "xxx", "at most 256"),
+    (request(sampling={"logit_bias": {320: 1.0}}), "sampling.logit_bias", "320", "320"),
+    (request(sampling={"presence_penalty": 2.5}), "sampling.presence_penalty", "2.5", "2"),
+    (request(sampling={"repetition_penalty": 0.0}), "sampling.repetition_penalty", "0", "above 0"),
+    (
+        request(chat=chat(("user", "x"), chat_template="{{ 1 }}")),
+        "template_kwargs.chat_template",
+        "a value",
+        "not a variable",
+    ),
+    (
+        request(chat=chat(("user", "x"), tools=[])),
+        "template_kwargs.tools",
+        "a value",
+        "not a variable",
+    ),
     (pb.GenerateRequest(max_tokens=3), "prompt", "nothing", "text, chat and token_ids"),
 ]
 
@@ -124,9 +151,32 @@ async def test_what_is_given_is_kept(tokenizer: Tokenizer) -> None:
         ignore_eos=True,
         speculation={"mode": pb.SPECULATION_MODE_FIXED, "block_length": 4},
     )
+    message.n, message.top_logprobs, message.cache_salt = 3, 5, "tenant"
+    message.priority = PRIORITY_BATCH
     admitted = await admit(message, SERVED, tokenizer, LIMITS)
     assert admitted.request_id == "mine"
+    assert (admitted.choices, admitted.top_logprobs, admitted.cache_salt) == (3, 5, "tenant")
+    assert admitted.priority is Priority.BATCH
     assert admitted.sampling.seed == 2**64 - 1
     assert admitted.stops == ("a", "b")
     assert admitted.stop_ids == {9}
     assert admitted.speculation == Speculation(SpeculationMode.FIXED, 4)
+
+
+async def test_a_chat_template_gets_its_variables_with_whole_numbers(
+    tmp_path: Path,
+) -> None:
+    folder = tokenizer_folder(tmp_path)
+    template = "{{ messages[0].content }}|{{ think }}|{{ depth }}|{{ share }}|{{ names[0].n + 1 }}"
+    (folder / "chat_template.jinja").write_text(template)
+    variables = {"think": False, "depth": 2, "share": 0.5, "names": [{"n": 41}]}
+    message = request(chat=chat(("user", "hi"), **variables), echo=True)
+    admitted = await admit(message, SERVED, Tokenizer(folder), LIMITS)
+    assert admitted.echo == "hi|False|2|0.5|42"
+
+
+async def test_without_logprobs_at_the_target_they_are_refused(tokenizer: Tokenizer) -> None:
+    served = replace(SERVED, max_top_logprobs=0)
+    with pytest.raises(InvalidRequest, match="top_logprobs"):
+        await admit(request(top_logprobs=0), served, tokenizer, LIMITS)
+    assert (await admit(request(), served, tokenizer, LIMITS)).top_logprobs is None

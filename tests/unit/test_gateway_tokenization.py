@@ -149,6 +149,34 @@ def test_the_exact_path_is_used_for_byte_level_and_the_window_for_others(
     assert kinds["byte_fallback"] is kinds["metaspace"] is WindowDetokenizer
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", TEXTS)
+async def test_the_bytes_of_tokens_are_the_texts(
+    tokenizers: dict[str, Tokenizer], kind: str, text: str
+) -> None:
+    tokenizer = tokenizers[kind]
+    ids = await tokenizer.encode_text(text)
+    spelled = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    # SentencePiece puts a space before a text, which is its first token's.
+    assert spelled in (text, " " + text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_token_has_bytes_and_others_have_none(
+    tokenizers: dict[str, Tokenizer], kind: str
+) -> None:
+    tokenizer = tokenizers[kind]
+    assert tokenizer.token_bytes(100_000) == b""
+    special = min(tokenizer._special_ids)
+    assert tokenizer.token_bytes(special) == tokenizer._backend.id_to_token(special).encode()
+    if kind in ("byte_fallback", "metaspace"):
+        vocabulary = tokenizer._backend.get_vocab()
+        assert tokenizer.token_bytes(vocabulary["<0xE5>"]) == b"\xe5"
+        assert tokenizer.token_bytes(vocabulary["▁h"]) == b" h"
+        assert tokenizer.token_bytes(vocabulary["▁"]) == b" "
+        assert tokenizer.token_bytes(vocabulary["h"]) == b"h"
+
+
 def test_special_tokens_are_left_out_unless_asked_for(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["tiny"]
     ids = [IM_END, *b"\x46", IM_END]
