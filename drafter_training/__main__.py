@@ -1,6 +1,6 @@
 """Entry point of ``python -m drafter_training``."""
 
-from drafter_training.cli import app
+from drafter_training.cli import main
 
 if __name__ == "__main__":
-    app(prog_name="python -m drafter_training")
+    main()

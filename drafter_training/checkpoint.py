@@ -23,42 +23,6 @@ _WRITTEN = (
 """Keys of config.json: what a drafter needs, without Transformers' unrelated defaults."""
 
 
-def drafter_config(
-    target: PreTrainedModel,
-    *,
-    layers: int,
-    block_size: int,
-    mask_token_id: int,
-    target_layer_ids: list[int],
-) -> Qwen3Config:
-    """A drafter of the target's width and rotary base, ``layers`` deep."""
-    config = target.config
-    return Qwen3Config(
-        architectures=["DFlashDraftModel"],
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads,
-        hidden_act="silu",
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters=dict(config.rope_parameters),
-        attention_bias=False,
-        tie_word_embeddings=True,
-        bos_token_id=config.bos_token_id,
-        eos_token_id=config.eos_token_id,
-        pad_token_id=config.pad_token_id,
-        dtype="bfloat16",
-        num_target_layers=config.num_hidden_layers,
-        block_size=block_size,
-        dflash_config={"mask_token_id": mask_token_id, "target_layer_ids": target_layer_ids},
-    )
-
-
 @torch.no_grad()
 def warm_start(
     network: DFlashNetwork, target: PreTrainedModel, sources: list[int], feature: int
@@ -76,8 +40,9 @@ def warm_start(
         if unexpected or any("_norm" not in name for name in missing):
             raise ValueError(f"target layer {source} has other parts than {sorted(names)}")
     hidden = network.hidden_norm.weight.shape[0]
-    torch.nn.init.normal_(network.fc.weight, std=0.002)
-    network.fc.weight[:, feature * hidden : (feature + 1) * hidden] += torch.eye(hidden)
+    fc = network.fc.weight
+    torch.nn.init.normal_(fc, std=0.002)
+    fc[:, feature * hidden : (feature + 1) * hidden] += torch.eye(hidden)
     norms = [decoder.layers[source].input_layernorm.weight for source in sources]
     network.hidden_norm.weight.copy_(torch.stack(norms).mean(0))
     network.norm.load_state_dict(decoder.norm.state_dict())

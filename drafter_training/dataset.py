@@ -1,17 +1,15 @@
-"""Reads the shards that ``data`` wrote."""
+"""Token shards as batches for training."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 
-from drafter_training.data import MANIFEST
+from drafter_training.features import FeatureSource
+from drafter_training.shards import Sequence, ShardError, ShardFolder, prompt_digest
+
+_RANKS = float(1 << 64)
 
 
 @dataclass(frozen=True)
@@ -31,53 +29,70 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Place:
-    shard: int
+    """A sequence, and where its rows are: the start-th and following of the shard's."""
+
+    digest: str
     start: int
-    length: int
-    prompt_length: int
+    sequence: Sequence
 
 
 class ShardDataset:
-    """Token shards in memory; features stay on disk and are read a sequence at a time."""
+    """All tokens in memory; features come from their source, a batch at a time."""
 
-    def __init__(self, folders: list[Path], hidden_size: int) -> None:
-        self._hidden_size = hidden_size
-        self._tokens: list[torch.Tensor] = []
-        self._features: list[Any] = []
+    def __init__(
+        self, folders: list[ShardFolder], features: FeatureSource, hidden_size: int
+    ) -> None:
+        self._features, self._hidden_size = features, hidden_size
         self._places: list[_Place] = []
-        taps = set()
+        targets = {folder.facts.get("target") for folder in folders}
+        if len(targets) > 1:
+            raise ShardError("the data folders hold answers of different targets")
         for folder in folders:
-            manifest = json.loads((folder / MANIFEST).read_text())
-            taps.add(tuple(manifest["settings"]["target_layer_ids"]))
-            for shard in manifest["shards"]:
-                self._add(folder, shard["name"])
-        if len(taps) != 1:
-            raise ValueError(f"the data folders must tap the same target layers, found {taps}")
-        self.target_layer_ids = list(taps.pop())
+            for number in folder.numbers:
+                digest, start = folder[number].sha256, 0
+                for sequence in folder.read(number):
+                    self._places.append(_Place(digest, start, sequence))
+                    start += len(sequence.token_ids)
+        if not self._places:
+            raise ShardError("the data folders hold no sequences")
 
-    def _add(self, folder: Path, name: str) -> None:
-        arrays = load_file(folder / f"tokens-{name}")
-        features = safe_open(folder / f"features-{name}", framework="pt")
-        shard, start = len(self._tokens), 0
-        lengths = arrays["lengths"].tolist()
-        for length, prompt in zip(lengths, arrays["prompt_lengths"].tolist(), strict=True):
-            self._places.append(_Place(shard, start, length, prompt))
-            start += length
-        self._tokens.append(arrays["tokens"].long())
-        self._features.append(features.get_slice("features"))
+    @property
+    def layer_ids(self) -> list[int]:
+        """Tapped target layers of the features."""
+        return self._features.layer_ids
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def token_counts(self, vocabulary: int) -> torch.Tensor:
-        """How often each token occurs, int64 [V]."""
-        return torch.bincount(torch.cat(self._tokens), minlength=vocabulary)
+    def __getitem__(self, index: int) -> Sequence:
+        return self._places[index].sequence
 
-    def held_out(self, count: int) -> list[int]:
-        """Evenly spaced sequences, for validation."""
-        if not count:
-            return []
-        return list(range(0, len(self), max(1, len(self) // count)))[:count]
+    @property
+    def answer_tokens(self) -> int:
+        return sum(place.sequence.answer_tokens for place in self._places)
+
+    def token_counts(self, vocabulary: int) -> torch.Tensor:
+        """How often each token occurs in the answers, int64 [V]."""
+        counts = torch.zeros(vocabulary, dtype=torch.int64)
+        for place in self._places:
+            sequence = place.sequence
+            answer = torch.tensor(sequence.token_ids[sequence.prompt_length :], dtype=torch.int64)
+            counts += torch.bincount(answer, minlength=vocabulary)
+        return counts
+
+    def held_out(self, share: float) -> list[int]:
+        """About this share of the sequences, and at least one, by the hash of the prompt.
+
+        Whether a sequence is held out hangs on itself alone, so it stays so as the data grow. In
+        ascending order of the hash: the first so many are a stable sample.
+        """
+        ranked = sorted(range(len(self)), key=self._rank)
+        chosen = [i for i in ranked if self._rank(i) < share * _RANKS]
+        return chosen or ranked[: 1 if len(self) > 1 else 0]
+
+    def _rank(self, index: int) -> int:
+        sequence = self[index]
+        return int.from_bytes(prompt_digest(sequence.token_ids[: sequence.prompt_length]), "big")
 
     def batches(self, epoch: int, size: int, seed: int, without: list[int]) -> list[list[int]]:
         """The epoch's batches, a function of (seed, epoch) alone; like lengths go together."""
@@ -88,25 +103,20 @@ class ShardDataset:
         window = 64 * size
         batches: list[list[int]] = []
         for first in range(0, len(order), window):
-            chunk = sorted(order[first : first + window], key=lambda i: self._places[i].length)
+            chunk = sorted(order[first : first + window], key=lambda i: len(self[i].token_ids))
             batches.extend(chunk[i : i + size] for i in range(0, len(chunk), size))
         mixed = torch.randperm(len(batches), generator=generator).tolist()
         return [batches[i] for i in mixed]
 
     def load(self, indices: list[int]) -> Batch:
         places = [self._places[i] for i in indices]
-        longest = max(place.length for place in places)
-        tokens = torch.zeros(len(places), longest, dtype=torch.int64)
-        rows = []
-        for row, place in enumerate(places):
-            end = place.start + place.length
-            tokens[row, : place.length] = self._tokens[place.shard][place.start : end]
-            rows.append(self._features[place.shard][place.start : end])
+        rows = [self._features.rows(p.digest, p.start, p.sequence) for p in places]
+        tokens = [torch.tensor(p.sequence.token_ids) for p in places]
         states = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         return Batch(
-            tokens,
-            torch.tensor([place.length for place in places]),
-            torch.tensor([place.prompt_length for place in places]),
+            torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True),
+            torch.tensor([len(p.sequence.token_ids) for p in places]),
+            torch.tensor([p.sequence.prompt_length for p in places]),
             states[..., : -self._hidden_size],
             states[..., -self._hidden_size :],
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
+
+from drafter_training.passages import Passages
 
 HELD_OUT_FILES = frozenset({"dev.jsonl"})
 """Evaluation prompts. Training on them would make every published figure worthless."""
@@ -94,7 +95,7 @@ def read_user_turns(path: Path) -> list[str]:
 
 
 class PromptSource:
-    """An endless, seeded stream of prompts: file turns first, mixed with self-prompts."""
+    """Seeded prompts by number: the files' turns, spread among those of the target itself."""
 
     def __init__(
         self,
@@ -102,32 +103,35 @@ class PromptSource:
         user_turns: list[str],
         file_share: float,
         seed: int,
-        first_turn: int = 0,
+        passages: Passages | None = None,
     ) -> None:
-        self.next_turn = first_turn
-        self._tokenizer = tokenizer
-        self._turns = user_turns
-        self._file_share = file_share
-        self._random = random.Random(seed)
+        """passages: make every prompt that is not a file's a long one, about some of them."""
+        self._tokenizer, self._passages = tokenizer, passages
+        self._turns = list(user_turns)
+        random.Random(seed).shuffle(self._turns)
+        self._file_share, self._seed = file_share, seed
 
-    def __iter__(self) -> Iterator[Prompt]:
-        while True:
-            if self.next_turn < len(self._turns) and self._random.random() < self._file_share:
-                yield self._from_file()
-            else:
-                yield self._from_target()
+    def prompt(self, index: int) -> Prompt:
+        """Every 1 / ``file_share``-th prompt is a file's, until the files are used up."""
+        turn = int(index * self._file_share)
+        if turn < len(self._turns) and int((index + 1) * self._file_share) > turn:
+            return self._from_file(turn)
+        return self._from_target(random.Random(f"{self._seed}:{index}:prompt"))
 
-    def _from_file(self) -> Prompt:
+    def _from_file(self, turn: int) -> Prompt:
         before, after = self._template(None)
-        text = before + self._turns[self.next_turn] + after
-        self.next_turn += 1
-        return Prompt(self._encode(text), 0, [])
+        return Prompt(self._encode(before + self._turns[turn] + after), 0, [])
 
-    def _from_target(self) -> Prompt:
-        system = self._random.choice(SYSTEM_PROMPTS) if self._random.random() < 0.15 else None
+    def _from_target(self, chance: random.Random) -> Prompt:
+        system = chance.choice(SYSTEM_PROMPTS) if chance.random() < 0.15 else None
         before, after = self._template(system)
-        weights = [weight for _, weight, _ in STARTERS]
-        starter, _, budget = self._random.choices(STARTERS, weights)[0]
+        if self._passages is not None:
+            starter, budget = self._passages.turn(chance)
+        else:
+            weights = [weight for _, weight, _ in STARTERS]
+            starter, _, budget = chance.choices(STARTERS, weights)[0]
+        if not budget:
+            return Prompt(self._encode(before + starter + after), 0, [])
         # A trailing space would split the next word's token, so it is left to the target.
         return Prompt(self._encode(before + starter.rstrip(" ")), budget, self._encode(after))
 

@@ -23,13 +23,13 @@ class _Row:
     """Where the tokens of one packed forward pass live.
 
     slots: int64 [n] (decode) or one slot (prefill); positions: int64 [n].
-    visible: bool [S, 1, 1, T] (decode) or None (prefill, causal).
+    hidden: float32 [S, 1, 1, T], -inf past a slot's length (decode), or None (prefill, causal).
     """
 
     decoder: SlotDecoder
     slots: torch.Tensor
     positions: torch.Tensor
-    visible: torch.Tensor | None
+    hidden: torch.Tensor | None
 
 
 def _slot_attention(
@@ -49,22 +49,19 @@ def _slot_attention(
     keys[slot_row.slots, :, slot_row.positions] = key[0].transpose(0, 1)
     values[slot_row.slots, :, slot_row.positions] = value[0].transpose(0, 1)
     heads, kv_heads = query.shape[1], key.shape[1]
-    if slot_row.visible is None:
+    if slot_row.hidden is None:
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
         )
         return out.transpose(1, 2), None
-    # One query per slot: the query heads of a group become rows, so keys are read once.
-    grouped = query[0].transpose(0, 1).reshape(-1, kv_heads, heads // kv_heads, query.shape[-1])
-    length = slot_row.visible.shape[-1]
-    out = F.scaled_dot_product_attention(
-        grouped,
-        keys[:, :, :length],
-        values[:, :, :length],
-        attn_mask=slot_row.visible,
-        scale=scaling,
-    )
-    return out.reshape(1, -1, heads, query.shape[-1]), None
+    # One query per slot: the query heads of a group become rows, so keys are read once. The whole
+    # buffer is multiplied, for slices of it would be copied, which costs more than the padding.
+    group, size = heads // kv_heads, query.shape[-1]
+    rows = query[0].transpose(0, 1).reshape(-1, group, size)
+    scores = torch.bmm(rows, keys.flatten(0, 1).transpose(1, 2)).float().mul_(scaling)
+    scores = scores.view(len(keys), kv_heads, group, -1).add_(slot_row.hidden).softmax(-1)
+    out = torch.bmm(scores.flatten(0, 1).to(value.dtype), values.flatten(0, 1))
+    return out.view(1, -1, heads, size), None
 
 
 AttentionInterface.register(_ATTENTION_NAME, _slot_attention)
@@ -74,7 +71,8 @@ class SlotDecoder:
     """Owns the slots: keys and values [L, S, kv_heads, T, D] and features [S, T, (n + 1) H].
 
     A feature row holds the tapped layers' outputs and, last, the final normed state (from which
-    the target's own distribution can be recomputed for distillation).
+    the target's own distribution can be recomputed for distillation). Without ``target_layer_ids``
+    no features are kept.
     """
 
     def __init__(
@@ -93,7 +91,8 @@ class SlotDecoder:
         self.keys = torch.zeros(shape, dtype=model.dtype)
         self.values = torch.zeros(shape, dtype=model.dtype)
         width = (len(target_layer_ids) + 1) * config.hidden_size
-        self.features = torch.zeros(num_slots, max_length, width, dtype=torch.bfloat16)
+        rows = max_length if target_layer_ids else 0
+        self.features = torch.zeros(num_slots, rows, width, dtype=torch.bfloat16)
         self._all_slots = torch.arange(num_slots)
 
     @torch.inference_mode()
@@ -106,9 +105,9 @@ class SlotDecoder:
     @torch.inference_mode()
     def step(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """One token for every slot (int64 [S] each) -> logits float32 [S, V]."""
-        length = int(positions.max()) + 1
-        visible = torch.arange(length)[None] <= positions[:, None]
-        row = _Row(self, self._all_slots, positions, visible[:, None, None])
+        unseen = torch.arange(self.max_length)[None] > positions[:, None]
+        hidden = torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
+        row = _Row(self, self._all_slots, positions, hidden[:, None, None])
         return self._forward(token_ids, row, logits_to_keep=0)
 
     def _forward(self, token_ids: torch.Tensor, row: _Row, logits_to_keep: int) -> torch.Tensor:
@@ -116,10 +115,12 @@ class SlotDecoder:
             input_ids=token_ids[None],
             position_ids=row.positions[None],
             use_cache=False,
-            output_hidden_states=True,
+            output_hidden_states=bool(self.target_layer_ids),
             logits_to_keep=logits_to_keep,
             slot_row=row,
         )
+        if not self.target_layer_ids:
+            return output.logits[0].float()
         states = [output.hidden_states[i + 1][0] for i in self.target_layer_ids]
         states.append(output.hidden_states[-1][0])
         self.features[row.slots, row.positions] = torch.cat(states, -1).to(self.features.dtype)

@@ -2,191 +2,222 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress, TextColumn
+from accelerate import Accelerator
 from transformers import Qwen3Config
 
-from draft_service.network import DFlashNetwork
+from drafter_training.acceptance import Tau, walk_tau
+from drafter_training.blocks import BlockRule
 from drafter_training.checkpoint import save_drafter
-from drafter_training.dataset import Batch, ShardDataset
-from drafter_training.objective import Objective
+from drafter_training.dataset import ShardDataset
+from drafter_training.objective import Objective, TargetHead
+from drafter_training.optimizer import MasterOptimizer, cosine
+from drafter_training.run_record import Measured, plot_history, write_history
 
 STATE = "state.pt"
+DRAFTER = "drafter"
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Paper recipe (AdamW, cosine, warm-up 4%, clip 1.0); the length is set by epochs or minutes.
+    """Paper recipe (AdamW, cosine, warm-up 4%, clip 1.0).
 
-    With ``minutes`` the cosine follows the clock, so that a shared machine still ends it at zero.
+    The length is set by ``minutes``, else ``steps``, else ``epochs``. With ``minutes`` the cosine
+    follows the clock, so that a shared machine still ends it at zero; such a run is not repeatable.
+    A step is ``accumulation`` batches of ``batch_size`` sequences on each process.
+    held_out_share: of the sequences, never trained on; held_out: of those, how many a checkpoint
+    measures.
     """
 
-    epochs: int = 4
+    epochs: float = 6.0
+    steps: int | None = None
     minutes: float | None = None
-    batch_size: int = 16
-    learning_rate: float = 6e-4
+    batch_size: int = 4
+    accumulation: int = 1
+    learning_rate: float = 1e-3
     weight_decay: float = 0.01
     warmup: float = 0.04
     clip: float = 1.0
     checkpoint_seconds: float = 240.0
-    held_out: int = 96
+    held_out_share: float = 1 / 32
+    held_out: int = 32
     seed: int = 0
 
 
-def cosine(progress: float, warmup: float) -> float:
-    """Share of the full learning rate at ``progress`` in [0, 1] of the run."""
-    if progress < warmup:
-        return max(progress / warmup, 1e-3)
-    done = min(1.0, (progress - warmup) / (1 - warmup))
-    return 0.5 * (1 + math.cos(math.pi * done))
+@dataclass(frozen=True)
+class Progress:
+    """What a run tells while it works. done: share of the schedule. note: after a checkpoint."""
+
+    step: int
+    total_steps: int
+    done: float
+    loss: float
+    measured: Measured | None = None
 
 
 class Trainer:
     """Owns the drafter's weights while they change, and the run folder.
 
-    The network computes in its own dtype (bfloat16: what will be served, and several times faster
-    on a CPU than mixed precision); the optimizer moves float32 masters of its parameters. All
-    randomness is a function of (seed, step), so a resumed run equals an unbroken one.
+    All randomness is a function of (seed, step, process), so a resumed run equals an unbroken one.
     """
 
     def __init__(
         self,
-        network: DFlashNetwork,
-        config: Qwen3Config,
         objective: Objective,
+        config: Qwen3Config,
         dataset: ShardDataset,
         folder: Path,
         settings: TrainSettings,
+        accelerator: Accelerator | None = None,
     ) -> None:
-        self.network, self._config, self._objective = network, config, objective
-        self._dataset, self._folder, self._settings = dataset, folder, settings
-        self._masters = [p.detach().float().clone() for p in network.parameters()]
-        matrices = [p for p in self._masters if p.dim() > 1]
-        norms = [p for p in self._masters if p.dim() == 1]
-        groups: list[dict[str, Any]] = [
-            {"params": matrices},
-            {"params": norms, "weight_decay": 0.0},
-        ]
-        self._optimizer = torch.optim.AdamW(
-            groups,
-            lr=settings.learning_rate,
-            betas=(0.9, 0.95),
-            weight_decay=settings.weight_decay,
-        )
-        self._held_out = dataset.held_out(settings.held_out)
+        self._accelerator = accelerator or Accelerator(cpu=True)
+        self._objective, self._config, self._dataset = objective, config, dataset
+        self.network = objective.network
+        self._optimizer = MasterOptimizer(self.network, settings.weight_decay)
+        # Gradients of replicas are averaged by the wrapper; alone there is nothing to wrap.
+        alone = self._accelerator.num_processes == 1
+        self._replica = objective if alone else self._accelerator.prepare(objective)
+        self._folder, self.settings = folder, settings
+        self._held_out = dataset.held_out(settings.held_out_share)
         self._epoch, self._batches = 0, self._epoch_batches(0)
-        self._steps_per_epoch = len(self._batches)
-        self._total_steps = settings.epochs * self._steps_per_epoch
+        group = settings.accumulation * self._accelerator.num_processes
+        self._steps_per_epoch = max(1, len(self._batches) // group)
+        by_epochs = max(1, round(settings.epochs * self._steps_per_epoch))
+        self.total_steps = settings.steps or by_epochs
         self._stopping = False
         self.step, self._elapsed = 0, 0.0
+        self.history: list[Measured] = []
         if (folder / STATE).exists():
-            state = torch.load(folder / STATE, weights_only=True)
-            for master, saved in zip(self._masters, state["masters"], strict=True):
-                master.copy_(saved)
-            self._publish()
-            self._optimizer.load_state_dict(state["optimizer"])
-            self.step, self._elapsed = state["step"], state["elapsed"]
+            self._restore(torch.load(folder / STATE, weights_only=True))
+
+    @property
+    def held_out(self) -> list[int]:
+        """Sequences never trained on; the first ``settings.held_out`` of them are measured."""
+        return self._held_out
+
+    @property
+    def target(self) -> TargetHead:
+        return self._objective.target
+
+    @property
+    def blocks(self) -> BlockRule:
+        return self._objective.settings.blocks
 
     def stop(self) -> None:
         """Asks a run to save and end after the current step."""
         self._stopping = True
 
-    def run(self, stop_after_steps: int | None = None) -> None:
-        """Trains to the end of the schedule, or for ``stop_after_steps`` more steps."""
-        last = self._total_steps
-        if stop_after_steps is not None:
-            last = min(last, self.step + stop_after_steps)
+    def run(self, report: Callable[[Progress], None] = lambda _: None) -> bool:
+        """Trains to the end of the schedule; False if it was asked to stop before."""
         started, saved = time.monotonic() - self._elapsed, time.monotonic()
-        loss = math.nan
-        columns = (*Progress.get_default_columns(), TextColumn("{task.fields[note]}"))
-        with Progress(*columns) as progress:
-            bar = progress.add_task("training", total=1.0, note="")
-            while self.step < last and not self._stopping:
-                self._elapsed = time.monotonic() - started
-                done = self._progress()
-                if done >= 1:
-                    break
-                step_loss = self._train_step(done)
-                loss = step_loss if math.isnan(loss) else 0.98 * loss + 0.02 * step_loss
-                progress.update(bar, completed=done, note=f"step {self.step} loss {loss:.3f}")
-                if time.monotonic() - saved > self._settings.checkpoint_seconds:
-                    progress.console.print(f"loss {loss:.3f}; {self._validation_note()}")
-                    self.save()
-                    saved = time.monotonic()
-            progress.console.print(f"end; {self._validation_note()}")
-        self._elapsed = time.monotonic() - started
-        self.save()
+        losses: list[float] = []
+        while (done := self._done()) < 1 and not self._stopping:
+            losses.append(self._train_step(done))
+            self._elapsed = time.monotonic() - started
+            measured = None
+            if time.monotonic() - saved > self.settings.checkpoint_seconds:
+                measured, losses = self._checkpoint(losses), []
+                saved = time.monotonic()
+            loss = losses[-1] if losses else self.history[-1].loss
+            report(Progress(self.step, self.total_steps, self._done(), loss, measured))
+        finished = self._done() >= 1
+        if losses:
+            measured = self._checkpoint(losses)
+            report(Progress(self.step, self.total_steps, self._done(), measured.loss, measured))
+        if finished and self._accelerator.is_main_process:
+            plot_history(self._folder, self.history)
+        return finished
 
-    def _progress(self) -> float:
+    def _done(self) -> float:
         """Share of the schedule that is done."""
-        if self._settings.minutes is None:
-            return self.step / self._total_steps
-        return self._elapsed / (60 * self._settings.minutes)
+        if self.settings.minutes is None:
+            return self.step / self.total_steps
+        return self._elapsed / (60 * self.settings.minutes)
 
-    def _next_batch(self) -> Batch:
+    def _train_step(self, done: float) -> float:
+        settings, accelerator = self.settings, self._accelerator
         epoch, index = divmod(self.step, self._steps_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._batches = epoch, self._epoch_batches(epoch)
-        return self._dataset.load(self._batches[index])
+        total = 0.0
+        for part in range(settings.accumulation):
+            micro = index * settings.accumulation + part
+            place = micro * accelerator.num_processes + accelerator.process_index
+            batch = self._dataset.load(self._batches[place % len(self._batches)])
+            generator = self._generator(self.step * settings.accumulation + part)
+            last = part == settings.accumulation - 1
+            alone = accelerator.num_processes == 1
+            later = contextlib.nullcontext() if last or alone else self._replica.no_sync()
+            with later:
+                loss = self._replica(batch, generator).loss / settings.accumulation
+                accelerator.backward(loss)
+            total += float(loss.detach())
+        rate = settings.learning_rate * cosine(done, settings.warmup)
+        self._optimizer.step(rate, settings.clip)
+        self.step += 1
+        return total
 
     def _epoch_batches(self, epoch: int) -> list[list[int]]:
-        settings = self._settings
+        settings = self.settings
         return self._dataset.batches(epoch, settings.batch_size, settings.seed, self._held_out)
 
-    def _train_step(self, progress: float) -> float:
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._settings.learning_rate * cosine(progress, self._settings.warmup)
-        generator = self._generator(self.step)
-        loss, _ = self._objective(self.network, self._next_batch(), generator)
-        self.network.zero_grad(set_to_none=True)
-        loss.backward()
-        for master, parameter in zip(self._masters, self.network.parameters(), strict=True):
-            assert parameter.grad is not None
-            master.grad = parameter.grad.float()
-        torch.nn.utils.clip_grad_norm_(self._masters, self._settings.clip)
-        self._optimizer.step()
-        self._publish()
-        self.step += 1
-        return float(loss.detach())
+    def _checkpoint(self, losses: list[float]) -> Measured:
+        loss, block_tau, tau = self.validate()
+        measured = Measured(
+            self.step, self._elapsed, sum(losses) / len(losses), loss, block_tau, tau.value
+        )
+        self.history.append(measured)
+        if self._accelerator.is_main_process:
+            self._save()
+        self._accelerator.wait_for_everyone()
+        return measured
 
     @torch.no_grad()
-    def _publish(self) -> None:
-        for master, parameter in zip(self._masters, self.network.parameters(), strict=True):
-            parameter.copy_(master)
+    def validate(self) -> tuple[float, float, Tau]:
+        """On sequences never trained on: loss, τ at random anchors, τ of greedy decoding."""
+        chosen = self._held_out[: self.settings.held_out]
+        losses, taus, walked = [], [], Tau()
+        for first in range(0, len(chosen), self.settings.batch_size):
+            indices = chosen[first : first + self.settings.batch_size]
+            batch = self._dataset.load(indices)
+            outcome = self._objective(batch, self._generator(-first - 1, process=0))
+            losses.append(float(outcome.loss))
+            taus.append(float(outcome.tau))
+            results = walk_tau(self.network, batch, self.target, self.blocks)
+            for index, result in zip(indices, results, strict=True):
+                if self._dataset[index].greedy:
+                    walked = walked + result
+        count = max(len(losses), 1)
+        return sum(losses) / count, sum(taus) / count, walked
 
-    @torch.no_grad()
-    def validate(self) -> tuple[float, float]:
-        """Loss and teacher-forced acceptance length on sequences never trained on."""
-        results = []
-        for first in range(0, len(self._held_out), self._settings.batch_size):
-            batch = self._dataset.load(self._held_out[first : first + self._settings.batch_size])
-            results.append(self._objective(self.network, batch, self._generator(-first - 1)))
-        count = max(len(results), 1)
-        return sum(float(r[0]) for r in results) / count, sum(float(r[1]) for r in results) / count
-
-    def _validation_note(self) -> str:
-        loss, tau = self.validate()
-        return f"step {self.step}, held out: loss {loss:.3f} tau {tau:.3f}"
-
-    def save(self) -> None:
+    def _save(self) -> None:
         """Writes the state to resume from and the drafter to serve, each by rename."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        state: dict[str, Any] = {
-            "masters": self._masters,
-            "optimizer": self._optimizer.state_dict(),
+        state = self._optimizer.state() | {
             "step": self.step,
             "elapsed": self._elapsed,
+            "history": [asdict(measured) for measured in self.history],
         }
         torch.save(state, self._folder / f"{STATE}.tmp")
         os.replace(self._folder / f"{STATE}.tmp", self._folder / STATE)
-        save_drafter(self._folder / "drafter", self.network, self._config)
+        save_drafter(self._folder / DRAFTER, self.network, self._config)
+        write_history(self._folder, self.history)
 
-    def _generator(self, step: int) -> torch.Generator:
-        return torch.Generator().manual_seed((self._settings.seed << 32) + step + (1 << 20))
+    def _restore(self, state: dict[str, Any]) -> None:
+        self._optimizer.restore(state)
+        self.step, self._elapsed = state["step"], state["elapsed"]
+        self.history = [Measured(**measured) for measured in state["history"]]
+
+    def _generator(self, step: int, process: int | None = None) -> torch.Generator:
+        if process is None:
+            process = self._accelerator.process_index
+        seed = (self.settings.seed << 40) + (process << 32) + step + (1 << 20)
+        return torch.Generator().manual_seed(seed)

@@ -1,0 +1,83 @@
+"""Which blocks of a batch are denoised: anchors inside the answers, masks after them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from drafter_training.dataset import Batch
+
+AnchorKind = Literal["random", "fixed"]
+BlockInput = Literal["masks", "truth"]
+
+UNKNOWN = -1
+"""Label of a slot past the end of its sequence, or of padding."""
+
+
+@dataclass(frozen=True)
+class BlockRule:
+    """How blocks are cut.
+
+    length: anchor and the slots after it. anchors: at most so many blocks a sequence. kind: random
+    anchors, or every length-th position of the answer (then a random choice of those, if there are
+    too many). given: what the slots after the anchor hold, masks, or the true tokens (for an
+    autoregressive drafter, which sees its own right guesses).
+    """
+
+    length: int
+    mask_token_id: int
+    anchors: int
+    kind: AnchorKind = "random"
+    given: BlockInput = "masks"
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Packed blocks of a batch. A anchors a sequence, B slots a block.
+
+    anchors: int64 [N, A] positions of the last committed token. valid: bool [N, A].
+    tokens, positions: int64 [N, A, B]; slot 0 of tokens is the anchor.
+    labels: int64 [N, A, B - 1], `UNKNOWN` where the sequence has ended or the anchor is padding.
+    """
+
+    anchors: torch.Tensor
+    valid: torch.Tensor
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    labels: torch.Tensor
+
+
+def sample_blocks(batch: Batch, rule: BlockRule, generator: torch.Generator) -> Blocks:
+    """Draws up to ``rule.anchors`` anchors inside each answer, without replacement.
+
+    Padding anchors carry the distinct positions that were drawn past the answer's own: a block is
+    told from another by its anchor.
+    """
+    place = torch.arange(batch.tokens.shape[1])
+    allowed = (place >= batch.prompt_lengths[:, None]) & (place < batch.lengths[:, None] - 1)
+    if rule.kind == "fixed":
+        allowed &= (place - batch.prompt_lengths[:, None]) % rule.length == 0
+    score = torch.rand(allowed.shape, generator=generator).masked_fill(~allowed, -1)
+    score, anchors = score.topk(min(rule.anchors, int(allowed.sum(1).max())))
+    return cut_blocks(batch, rule, anchors, score >= 0)
+
+
+def every_block(batch: Batch, rule: BlockRule) -> Blocks:
+    """A block at every position of each answer but its last, in order."""
+    count = int((batch.lengths - 1 - batch.prompt_lengths).max())
+    anchors = batch.prompt_lengths[:, None] + torch.arange(count)
+    return cut_blocks(batch, rule, anchors, anchors < batch.lengths[:, None] - 1)
+
+
+def cut_blocks(batch: Batch, rule: BlockRule, anchors: torch.Tensor, valid: torch.Tensor) -> Blocks:
+    """Blocks at these anchors, int64 [N, A]; those that are not valid have no labels."""
+    last = batch.tokens.shape[1] - 1
+    positions = anchors[..., None] + torch.arange(rule.length)
+    inside = (positions < batch.lengths[:, None, None]) & valid[..., None]
+    truth = batch.tokens.gather(1, positions.clamp_max(last).flatten(1)).view_as(positions)
+    tokens = truth.clone()
+    if rule.given == "masks":
+        tokens[..., 1:] = rule.mask_token_id
+    return Blocks(anchors, valid, tokens, positions, truth.masked_fill(~inside, UNKNOWN)[..., 1:])

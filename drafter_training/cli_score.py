@@ -1,0 +1,47 @@
+"""`flashduet train score`, which `flashduet eval` runs: τ of given answers, teacher forced."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drafter_training import cli_options as options
+
+
+def score(
+    answers: Annotated[
+        Path, typer.Option(help='JSON: a list of {"prompt": [ids], "answer": [ids]}.')
+    ],
+    drafter: Annotated[Path, typer.Option(help="The drafter's folder.")],
+    target: options.Target = "default",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    block_length: Annotated[int | None, typer.Option(min=2, show_default=False)] = None,
+    threads: options.Threads = None,
+) -> None:
+    """Print a JSON list with the rounds of each answer: tokens committed by each round."""
+    import torch
+
+    from drafter_training.scoring import score_answers
+    from drafter_training.shards import Sequence
+    from drafter_training.stages import quiet
+    from drafter_training.target import target_folder
+
+    with options.reported():
+        if dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"--dtype: {dtype!r} given, float32 or bfloat16 expected")
+        quiet(threads)
+        sequences = [
+            Sequence([*one["prompt"], *one["answer"]], len(one["prompt"]), True)
+            for one in json.loads(answers.read_text())
+        ]
+        results = score_answers(
+            target_folder(target or "default"),
+            drafter,
+            sequences,
+            dtype=getattr(torch, dtype),
+            block_length=block_length,
+        )
+        typer.echo(json.dumps([result.rounds for result in results]))
