@@ -8,13 +8,17 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --constraint requirements.lock
 DEMO_PROMPT := What are three benefits of regular exercise?
 DEMO_TOKENS := 128
 
-.PHONY: help setup demo up test lint format proto clean
+# Of `make fuzz`, in all.
+REQUESTS ?= 100000
+
+.PHONY: help setup demo up test fuzz lint format proto clean
 
 help:
 	@echo "make setup   create $(VENV) with the versions of requirements.lock"
 	@echo "make demo    start everything, stream one answer, show where the time went, stop"
 	@echo "make up      start everything and keep it running until Ctrl-C"
 	@echo "make test    run all tests"
+	@echo "make fuzz    send 100000 good, bad and broken requests to a tiny stack (REQUESTS=...)"
 	@echo "make lint    ruff, mypy, buf, and whether the gRPC stubs are fresh"
 	@echo "make format  ruff's formatter and its safe fixes"
 	@echo "make proto   make the gRPC stubs and the descriptor set from proto/"
@@ -39,6 +43,9 @@ up: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+fuzz: setup
+	$(BIN)/python -m tests.fuzz --requests $(REQUESTS)
 
 lint: setup
 	$(BIN)/ruff check .

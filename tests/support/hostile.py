@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any, TypeVar
 
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 M = TypeVar("M", bound=Message)
@@ -64,7 +64,9 @@ class Hostile:
         return made
 
     def _fill(self, message: Message, field: FieldDescriptor, depth: int) -> None:
-        if field.message_type is not None:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            self._fill_map(getattr(message, field.name), field.message_type, depth)
+        elif field.message_type is not None:
             kind = getattr(message, field.name)
             if field.is_repeated:
                 for _ in range(self._random.choice([0, 1, 3])):
@@ -77,6 +79,16 @@ class Hostile:
             getattr(message, field.name).extend(self._value(field) for _ in range(count))
         else:
             setattr(message, field.name, self._value(field))
+
+    def _fill_map(self, mapping: Any, entry: Descriptor, depth: int) -> None:
+        value = entry.fields_by_name["value"]
+        for _ in range(self._random.choice([0, 1, 2, 40] if depth == 1 else [0, 1])):
+            key = self._value(entry.fields_by_name["key"])
+            if value.message_type is not None:
+                kind = value.message_type._concrete_class
+                mapping[key].CopyFrom(self.message(kind, depth + 1))
+            else:
+                mapping[key] = self._value(value)
 
     def _value(self, field: FieldDescriptor) -> Any:
         if field.enum_type is not None:
