@@ -16,6 +16,7 @@ EOS, IM_START, IM_END, MASK = range(4)
 VOCAB_SIZE = 320
 
 CHAT_TEMPLATE = (
+    "{% if mood is defined %}{{ mood }}\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
