@@ -15,8 +15,9 @@ from flashduet.rpc import Server
 from flashduet.v1 import target_pb2_grpc
 from target_service.engine import Engine
 from target_service.load import LoadedTarget, load_target
+from target_service.memory import plan_memory
 from target_service.server import SERVICE_NAME, TargetServicer
-from target_service.service import TargetService, load_engine
+from target_service.service import TargetService
 from target_service.settings import TargetSettings
 
 log = logging.getLogger("target")
@@ -50,7 +51,9 @@ async def serve(settings: TargetSettings) -> None:
 def _load(settings: TargetSettings) -> tuple[LoadedTarget, Engine]:
     torch.set_num_threads(compute_threads(settings.threads))
     target = load_target(settings)
-    engine = load_engine(settings, target)
+    plan = plan_memory(settings, target)
+    plan.print()
+    engine = Engine(target, num_blocks=plan.num_blocks, block_tokens=plan.block_tokens)
     engine.warm_up()
     return target, engine
 

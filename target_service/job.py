@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from flashduet.errors import FlashduetError
+from flashduet.sampling import PositionLogprobs
 from target_service.session import (
     ContextRows,
     Interval,
     PrefillChunk,
     Session,
+    StepFailure,
     StepResult,
     VerifyBlock,
     WorkItem,
 )
 
-PhaseName = Literal["queue", "forward", "sample", "publish"]
+log = logging.getLogger(__name__)
+
+PhaseName = Literal["queue", "forward", "sample"]
 
 
 class FeatureFeed(Protocol):
@@ -51,13 +57,19 @@ class Outcome:
         committed: the first token, or the accepted drafts and the bonus.
         accepted: draft tokens agreed with.
         chunks: steps that it took.
+        cached_tokens: leading tokens whose keys and values were found.
+        logprobs: of each committed token; empty unless the session asked for them.
         phases: in order of time.
+        published_ns: spent on handing features over since the session's answer before.
     """
 
     committed: tuple[int, ...]
     accepted: int
     chunks: int
+    cached_tokens: int
+    logprobs: tuple[PositionLogprobs, ...]
     phases: tuple[Phase, ...]
+    published_ns: int
 
 
 class Job(ABC):
@@ -68,19 +80,25 @@ class Job(ABC):
         self.feed = feed
         self.traceparent = traceparent
         self.future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        # Set when nobody waits for the outcome any more; the job is then dropped between steps.
-        self.abandoned = False
+        # Leading tokens that its first chunk found computed.
+        self.cached_tokens = 0
         self._phases: list[Phase] = []
         self._chunks = 0
         self._arrived_ns, self._arrived_clock = time.time_ns(), time.perf_counter_ns()
 
+    @property
     @abstractmethod
-    def next_item(self) -> WorkItem:
-        """The work that the next step is to do."""
+    def missing(self) -> int:
+        """Positions to compute in chunks before, or until, the job's answer."""
 
     @abstractmethod
-    def absorb(self, result: StepResult) -> Outcome | None:
-        """Take a step's result; the outcome once there is no more to do."""
+    def next_item(self, count: int) -> WorkItem:
+        """The next `count` rows of work, at most `missing` of them where any are."""
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Layers whose states the job's draft still wants."""
+        return self.feed.layer_ids if self.feed is not None else ()
 
     def started(self) -> None:
         """The job leaves the queue for the first time, or again."""
@@ -88,41 +106,59 @@ class Job(ABC):
             waited = time.perf_counter_ns() - self._arrived_clock
             self._phases.append(Phase("queue", Interval(self._arrived_ns, waited), 0))
 
-    def add_phase(self, name: PhaseName, interval: Interval, rows: int) -> None:
-        self._phases.append(Phase(name, interval, rows))
+    def absorb(
+        self, result: StepResult | StepFailure, published_ns: int
+    ) -> Outcome | Exception | None:
+        """Take a step's result; how the job ends, once there is no more to do."""
+        if isinstance(result, StepFailure):
+            return self._failure(result.error)
+        self._chunks += 1
+        self._phases.append(Phase("forward", result.forward, result.rows))
+        if not result.committed:
+            return None
+        self._phases.append(Phase("sample", result.sample, len(result.committed)))
+        return Outcome(
+            committed=result.committed,
+            accepted=result.accepted,
+            chunks=self._chunks,
+            cached_tokens=self.cached_tokens,
+            logprobs=result.logprobs,
+            phases=tuple(self._phases),
+            published_ns=published_ns,
+        )
 
-    def _layer_ids(self) -> tuple[int, ...]:
-        return self.feed.layer_ids if self.feed is not None else ()
+    def _failure(self, error: Exception) -> Exception:
+        """What the caller is told; our own mistakes go to the log alone."""
+        if isinstance(error, FlashduetError):
+            return error
+        log.error("session %s failed", self.session.session_id.hex(), exc_info=error)
+        return FlashduetError(f"the target engine failed: {type(error).__name__}")
 
-    def _outcome(self, result: StepResult) -> Outcome:
-        return Outcome(result.committed, result.accepted, self._chunks, tuple(self._phases))
+    def _chunk(self, count: int, end: int) -> PrefillChunk:
+        """Committed tokens from where the table ends; the token after them when they reach `end`.
+
+        Features that were sent before a preemption, or that the draft had, are not made again.
+        """
+        session = self.session
+        base = session.table.length
+        stop = base + count
+        layer_ids = self.layer_ids if stop > session.draft_context_hit else ()
+        return PrefillChunk(session, session.token_ids[base:stop], base, stop == end, layer_ids)
 
 
 class PrefillJob(Job):
-    """Computes all of a session's tokens, `chunk_tokens` a step, and chooses the one after them."""
+    """Computes all of a session's tokens and chooses the one after them."""
 
-    def __init__(
-        self, session: Session, feed: FeatureFeed | None, traceparent: str, chunk_tokens: int
-    ) -> None:
-        super().__init__(session, feed, traceparent)
-        self._tokens = tuple(session.token_ids)
-        self._chunk_tokens = chunk_tokens
-        self._base = 0
+    @property
+    def missing(self) -> int:
+        return self.session.committed_length - self.session.table.length
 
-    def next_item(self) -> PrefillChunk:
-        end = min(self._base + self._chunk_tokens, len(self._tokens))
-        last = end == len(self._tokens)
-        ids = self._tokens[self._base : end]
-        return PrefillChunk(self.session, ids, self._base, last, self._layer_ids())
-
-    def absorb(self, result: StepResult) -> Outcome | None:
-        self._chunks += 1
-        self._base += self._chunk_tokens
-        return self._outcome(result) if result.committed else None
+    def next_item(self, count: int) -> PrefillChunk:
+        return self._chunk(count, self.session.committed_length)
 
 
 class RoundJob(Job):
-    """Verifies one block."""
+    """Verifies one block, after computing again what a preemption took."""
 
     def __init__(
         self,
@@ -136,9 +172,17 @@ class RoundJob(Job):
         self._base = base
         self._token_ids = tuple(token_ids)
 
-    def next_item(self) -> VerifyBlock:
-        return VerifyBlock(self.session, self._base, self._token_ids, self._layer_ids())
+    @property
+    def missing(self) -> int:
+        return self._base - self.session.table.length
 
-    def absorb(self, result: StepResult) -> Outcome | None:
-        self._chunks += 1
-        return self._outcome(result)
+    @property
+    def rows(self) -> int:
+        """The anchor and the draft tokens."""
+        return 1 + len(self._token_ids)
+
+    def next_item(self, count: int) -> WorkItem:
+        if self.missing:
+            # No token is chosen at the end: the anchor that follows is known.
+            return self._chunk(count, end=-1)
+        return VerifyBlock(self.session, self._base, self._token_ids, self.layer_ids)

@@ -1,7 +1,8 @@
 """The one thread that runs the engine, and the way in and out of it.
 
-The event loop puts jobs into the queue; the thread takes them step by step, hands features to the
-feed, and sets the job's future in the loop. It waits for work, never for a peer.
+The event loop gives sessions their jobs; the thread plans and makes one step after the other, sets
+the jobs' futures in the loop, and hands features to the feeds. It waits for work, never for a peer.
+One lock guards the roster; no step is made under it.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from flashduet.errors import FlashduetError, Unavailable
-from target_service.engine import Engine
+from flashduet.errors import FlashduetError
+from flashduet.kv.blocks import BlockPool
 from target_service.job import FeatureFeed, Job, Outcome, PrefillJob, RoundJob
-from target_service.session import Interval, Session, StepFailure, StepResult
-from target_service.work_queue import WorkQueue
+from target_service.kv_load import KVLoad
+from target_service.planner import Turn
+from target_service.roster import End, Roster, stopping
+from target_service.session import Interval, Session, StepFailure, StepResult, WorkItem
+from target_service.step_times import SizeTimes
+from target_service.tracing import trace_publish
 
 log = logging.getLogger(__name__)
 
@@ -27,14 +33,26 @@ _IDLE_WAIT_S = 5.0
 _JOIN_TIMEOUT_S = 30.0
 
 
-class Scheduler:
-    """Made, started and closed in the event loop."""
+class StepEngine(Protocol):
+    """What the scheduler needs of an engine."""
 
-    def __init__(self, engine: Engine, *, chunk_tokens: int) -> None:
+    def step(self, items: Sequence[WorkItem]) -> list[StepResult | StepFailure]:
+        """Compute all items, one result each, in order; their positions have their blocks."""
+
+
+class Scheduler:
+    """Made, started and closed in the event loop.
+
+    A session is the scheduler's from its prefill until `leave`, which frees its blocks. The
+    arguments are the roster's.
+    """
+
+    def __init__(
+        self, engine: StepEngine, pool: BlockPool, *, max_step_tokens: int, chunk_tokens: int
+    ) -> None:
         self.steps = 0
         self._engine = engine
-        self._chunk_tokens = chunk_tokens
-        self._queue = WorkQueue()
+        self._roster = Roster(pool, max_step_tokens=max_step_tokens, chunk_tokens=chunk_tokens)
         self._condition = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -48,16 +66,24 @@ class Scheduler:
         """End the thread after its current step; waiting jobs fail with Unavailable."""
         with self._condition:
             self._closing = True
-            waiting = self._queue.drain()
+            ends = self._roster.close()
             self._condition.notify_all()
-        for job in waiting:
-            self._fail(job, Unavailable("the target service is stopping"))
+        self._settle(ends)
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, _JOIN_TIMEOUT_S)
 
     @property
     def queued_items(self) -> int:
-        return len(self._queue)
+        return len(self._roster.ready)
+
+    def kv_load(self) -> KVLoad:
+        """What the blocks are used for, now and so far."""
+        with self._condition:
+            return KVLoad.of(self._roster.seating)
+
+    def step_times(self) -> list[SizeTimes]:
+        with self._condition:
+            return self._roster.times.report()
 
     async def prefill(
         self, session: Session, feed: FeatureFeed | None, traceparent: str = ""
@@ -69,7 +95,7 @@ class Scheduler:
         Raises:
             FlashduetError: the engine failed; the session is of no more use.
         """
-        return await self._finish(PrefillJob(session, feed, traceparent, self._chunk_tokens))
+        return await self._finish(PrefillJob(session, feed, traceparent))
 
     async def verify(
         self,
@@ -82,99 +108,107 @@ class Scheduler:
         """Verify a block on the session whose anchor is at `base`; see `prefill`."""
         return await self._finish(RoundJob(session, feed, traceparent, base, token_ids))
 
+    def leave(self, session: Session) -> None:
+        """Free the session's blocks, if need be as soon as the engine's current step is over."""
+        with self._condition:
+            self._roster.leave(session)
+            # Others may wait for its blocks, or for the prefix that it will not compute now.
+            self._condition.notify()
+
     async def _finish(self, job: Job) -> Outcome:
         with self._condition:
             if self._closing:
-                raise Unavailable("the target service is stopping")
-            self._queue.add(job)
+                raise stopping()
+            self._roster.add(job, time.perf_counter())
             self._condition.notify()
         try:
             return await job.future
-        finally:
+        except asyncio.CancelledError:
             with self._condition:
-                job.abandoned = True
-                self._queue.remove(job)
+                self._roster.withdraw(job)
+            raise
 
     def _run(self) -> None:
         # How many threads compute is a thread's own setting: take over the process's.
         torch.set_num_threads(torch.get_num_threads())
         # An idle thread must not hold a session by a variable, so a step is a call of its own.
-        while self._run_step():
+        while self._go_on():
             pass
+
+    def _go_on(self) -> bool:
+        """A step; false when the scheduler closes. The thread outlives every mistake."""
+        try:
+            return self._run_step()
+        except Exception as error:
+            log.exception("the engine thread failed")
+            failed = FlashduetError(f"the target engine failed: {type(error).__name__}")
+            with self._condition:
+                ends = self._roster.give_up(failed)
+            self._settle(ends)
+            return True
 
     def _run_step(self) -> bool:
         """One step; false when the scheduler closes."""
-        jobs = self._next_jobs()
+        turns = self._next_turns()
+        if not turns:
+            return False
+        started = time.perf_counter()
         try:
-            self._step(jobs)
+            results = self._engine.step([turn.item for turn in turns])
         except Exception as error:
-            # The thread outlives everything that a step can do.
             log.exception("a step failed")
-            for job in jobs:
-                self._fail(job, error)
-        return bool(jobs)
+            results = [StepFailure(error)] * len(turns)
+        now = time.perf_counter()
+        with self._condition:
+            self.steps += 1
+            ends = self._roster.account(turns, results, now - started, now)
+        self._settle(ends)
+        for turn, result in zip(turns, results, strict=True):
+            if isinstance(result, StepResult):
+                _publish(turn, result)
+        return True
 
-    def _next_jobs(self) -> list[Job]:
+    def _next_turns(self) -> tuple[Turn, ...]:
         """Wait for work; empty when the scheduler closes."""
         with self._condition:
             while not self._closing:
-                if jobs := self._queue.next_step():
-                    return jobs
-                self._condition.wait(_IDLE_WAIT_S)
-            return []
+                plan = self._roster.plan(time.perf_counter())
+                if plan.turns:
+                    return plan.turns
+                self._condition.wait(_IDLE_WAIT_S if plan.wait_s is None else plan.wait_s)
+            return ()
 
-    def _step(self, jobs: Sequence[Job]) -> None:
-        if not jobs:
+    def _settle(self, ends: Sequence[End]) -> None:
+        """Set futures in the event loop, all with one wake-up."""
+        if not ends:
             return
-        for job in jobs:
-            job.started()
-        results = self._engine.step([job.next_item() for job in jobs])
-        self.steps += 1
-        for job, result in zip(jobs, results, strict=True):
-            if isinstance(result, StepFailure):
-                self._fail(job, result.error)
-            else:
-                self._advance(job, result)
-
-    def _advance(self, job: Job, result: StepResult) -> None:
-        job.add_phase("forward", result.forward, result.rows)
-        if result.committed:
-            job.add_phase("sample", result.sample, len(result.committed))
-        started, clock = time.time_ns(), time.perf_counter_ns()
-        if job.feed is not None and result.context is not None and not job.abandoned:
-            # Before the answer, so that a proposal made on it finds its context on the way.
-            job.feed.publish(result.context, job.traceparent)
-        sent = len(result.context.token_ids) if result.context else 0
-        job.add_phase("publish", Interval(started, time.perf_counter_ns() - clock), sent)
-        outcome = job.absorb(result)
-        if outcome is not None:
-            self._in_loop(_settle, job.future, outcome)
-            return
-        with self._condition:
-            if self._closing:
-                self._fail(job, Unavailable("the target service is stopping"))
-            elif not job.abandoned:
-                self._queue.add(job)
-
-    def _fail(self, job: Job, error: Exception) -> None:
-        if not isinstance(error, FlashduetError):
-            log.error("session %s failed", job.session.session_id.hex(), exc_info=error)
-            error = FlashduetError(f"the target engine failed: {type(error).__name__}")
-        self._in_loop(_settle, job.future, error)
-
-    def _in_loop(self, callback: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(callback, *arguments)
+            self._loop.call_soon_threadsafe(_set_all, ends)
         except RuntimeError:
-            log.debug("the event loop is gone; an outcome has no reader")
+            log.debug("the event loop is gone; outcomes have no reader")
 
 
-def _settle(future: asyncio.Future[Outcome], end: Outcome | Exception) -> None:
-    """Set the future, unless its caller has gone."""
-    if future.done():
-        return
-    if isinstance(end, Exception):
-        future.set_exception(end)
-    else:
-        future.set_result(end)
+def _publish(turn: Turn, result: StepResult) -> None:
+    """Hand features over: after the answer, which must not wait for it."""
+    started, clock = time.time_ns(), time.perf_counter_ns()
+    rows, feed, seat = result.context, turn.job.feed, turn.seat
+    if feed is not None and rows is not None and not seat.leaving:
+        try:
+            feed.publish(rows, turn.job.traceparent)
+            seat.session.draft_context_hit = rows.base + len(rows.token_ids)
+        except Exception:
+            log.exception("features of a session could not be handed over")
+    interval = Interval(started, time.perf_counter_ns() - clock)
+    seat.published_ns += interval.duration_ns
+    trace_publish(turn.job.traceparent, interval, len(rows.token_ids) if rows else 0)
+
+
+def _set_all(ends: Sequence[End]) -> None:
+    for job, end in ends:
+        if job.future.done():
+            continue  # Its caller has gone.
+        if isinstance(end, Exception):
+            job.future.set_exception(end)
+        else:
+            job.future.set_result(end)

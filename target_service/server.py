@@ -14,6 +14,7 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from flashduet import PROTOCOL_VERSION
 from flashduet.errors import Conflict, DeadlineExceeded, InvalidRequest, Unavailable
+from flashduet.sampling import MAX_TOP_LOGPROBS
 from flashduet.v1 import common_pb2, target_pb2, target_pb2_grpc
 from target_service.feed import SessionFeed
 from target_service.service import TargetService
@@ -67,24 +68,42 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 )
                 for stream in service.publisher.streams()
             ],
+            numerics=service.numerics,
+            max_top_logprobs=MAX_TOP_LOGPROBS,
         )
 
     async def GetLoad(
         self, request: target_pb2.TargetServiceGetLoadRequest, context: _Context
     ) -> target_pb2.TargetServiceGetLoadResponse:
         service = self._ready()
-        limits = service.sessions.limits
+        kv = service.scheduler.kv_load()
         return target_pb2.TargetServiceGetLoadResponse(
             sessions=service.sessions.count,
-            max_sessions=limits.max_sessions,
-            kv_tokens=service.sessions.kv_tokens,
-            max_kv_tokens=limits.max_kv_tokens,
+            max_sessions=service.sessions.limits.max_sessions,
+            kv_tokens=kv.held_tokens,
+            max_kv_tokens=kv.num_blocks * kv.block_tokens,
             queued_items=service.scheduler.queued_items,
             ring_records=service.publisher.ring_records,
             steps=service.scheduler.steps,
             dropped_chunks=[
                 common_pb2.ReasonCount(reason=reason, count=count)
                 for reason, count in sorted(service.publisher.drops.by_reason().items())
+            ],
+            kv_blocks=kv.num_blocks,
+            free_kv_blocks=kv.free_blocks,
+            cached_kv_blocks=kv.cached_blocks,
+            kv_block_tokens=kv.block_tokens,
+            preemptions=kv.preemptions,
+            prompt_tokens=kv.prompt_tokens,
+            cached_prompt_tokens=kv.cached_prompt_tokens,
+            step_times=[
+                common_pb2.StepTime(
+                    max_tokens=size.max_tokens,
+                    steps=size.steps,
+                    mean_us=round(size.mean_s * 1e6),
+                    p99_us=round(size.p99_s * 1e6),
+                )
+                for size in service.scheduler.step_times()
             ],
         )
 
@@ -127,6 +146,7 @@ class _Decode:
                 return
         finally:
             self._service.sessions.close(session)
+            self._service.scheduler.leave(session)
             if feed is not None:
                 feed.close()
         await self._write(target_pb2.DecodeResponse(closed=target_pb2.DecodeClosed()))
@@ -152,11 +172,13 @@ class _Decode:
             span.record(outcome)
             opened = target_pb2.DecodeOpened(
                 first_token_id=outcome.committed[0],
-                cached_tokens=0,
+                cached_tokens=outcome.cached_tokens,
                 drafting=feed is not None and feed.drafting,
                 timings=phase_timings(outcome),
                 prefill_chunks=outcome.chunks,
             )
+            if outcome.logprobs:
+                opened.first_logprobs.CopyFrom(outcome.logprobs[0].to_proto())
             await self._write(target_pb2.DecodeResponse(opened=opened))
 
     async def _verify(
@@ -186,6 +208,7 @@ class _Decode:
                 bonus_token_id=outcome.committed[-1],
                 drafting=feed is not None and feed.drafting,
                 timings=phase_timings(outcome),
+                logprobs=[logprobs.to_proto() for logprobs in outcome.logprobs],
             )
             await self._write(target_pb2.DecodeResponse(verified=verified))
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashduet.errors import Conflict, InvalidRequest, Overloaded
-from flashduet.kv.blocks import BlockPool, BlockTable
-from flashduet.sampling.params import Sampling
-from flashduet.v1 import target_pb2
+from flashduet.sampling import MAX_TOP_LOGPROBS, Sampling
+from flashduet.v1 import common_pb2, target_pb2
 from target_service.session import Session
 
 ID_BYTES = 16
 _RETRY_AFTER_S = 1.0
+_MAX_SALT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,43 +20,36 @@ class Limits:
     """Of one target.
 
     Attributes:
-        context_window: tokens of a sequence, prompt and answer together.
+        context_window: tokens of a sequence, prompt and answer together; no more than there are
+            blocks for, so that every session fits alone.
         vocab_size: token ids are below it.
         max_sessions: open at a time.
-        max_kv_tokens: reserved by all open sessions together.
         max_block_length: anchor and draft tokens of one round.
     """
 
     context_window: int
     vocab_size: int
     max_sessions: int
-    max_kv_tokens: int
     max_block_length: int
 
 
 class Sessions:
     """The open sessions. Used in the event loop alone.
 
-    A session reserves, when it opens, the KV of every token it may still be asked for, so that none
-    fails for want of room in the middle of an answer.
+    They reserve nothing: blocks of keys and values are taken as they fill, and the scheduler sees
+    to it that every session gets on.
     """
 
-    def __init__(self, limits: Limits, pool: BlockPool) -> None:
+    def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._pool = pool
         self._open: dict[tuple[bytes, int], Session] = {}
 
     @property
     def count(self) -> int:
         return len(self._open)
 
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens reserved by the open sessions."""
-        return sum(session.token_limit for session in self._open.values())
-
     def open(self, message: target_pb2.DecodeOpen) -> Session:
-        """Check the message and make its session, which `close` frees.
+        """Check the message and make its session, which `close` forgets.
 
         Raises:
             InvalidRequest: names the field, its value and its limit.
@@ -69,34 +62,34 @@ class Sessions:
         token_limit = self._token_limit(message)
         self.check_tokens("open.token_ids", message.token_ids)
         sampling = Sampling.from_proto(message.sampling, "open.sampling")
+        sampling.check_vocabulary(self.limits.vocab_size, "open.sampling")
         prompt_length = _prompt_length(message)
+        _check_rest(message)
         key = (message.session_id, message.epoch)
         if key in self._open:
             raise Conflict(f"session {message.session_id.hex()}: epoch {message.epoch} is open")
-        self._check_room(token_limit)
-        table = BlockTable()
-        if not self._pool.reserve(table, token_limit):
-            raise Overloaded(
-                f"{token_limit} tokens of KV wanted, all blocks in use", _RETRY_AFTER_S
-            )
+        if self.count >= self.limits.max_sessions:
+            limit = self.limits.max_sessions
+            raise Overloaded(f"all {limit} sessions are in use", _RETRY_AFTER_S)
         session = Session(
             session_id=message.session_id,
             epoch=message.epoch,
             choice=message.choice,
             sampling=sampling,
-            table=table,
             token_limit=token_limit,
             prompt_length=prompt_length,
             token_ids=list(message.token_ids),
             draft_context_hit=message.draft_context_hit,
+            top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
+            cache_key=message.cache_salt.encode(),
+            batch=message.priority == common_pb2.PRIORITY_BATCH,
         )
         self._open[key] = session
         return session
 
     def close(self, session: Session) -> None:
-        """Free what the session holds; its buffers go when the engine's current step is over."""
-        if self._open.pop((session.session_id, session.epoch), None) is not None:
-            self._pool.release(session.table)
+        """Forget the session; its blocks are the scheduler's to free."""
+        self._open.pop((session.session_id, session.epoch), None)
 
     def check_tokens(self, field: str, token_ids: Sequence[int]) -> None:
         """Raises InvalidRequest naming the first token id outside the vocabulary."""
@@ -140,20 +133,6 @@ class Sessions:
             raise InvalidRequest("open.max_tokens", 0, "at least 1")
         return min(window, given + message.max_tokens)
 
-    def _check_room(self, token_limit: int) -> None:
-        limits = self.limits
-        if token_limit > limits.max_kv_tokens:
-            limit = f"the target holds {limits.max_kv_tokens} tokens of KV in all"
-            raise InvalidRequest("open.token_ids", f"{token_limit} tokens with max_tokens", limit)
-        if self.count >= limits.max_sessions:
-            raise Overloaded(f"all {limits.max_sessions} sessions are in use", _RETRY_AFTER_S)
-        if self.kv_tokens + token_limit > limits.max_kv_tokens:
-            raise Overloaded(
-                f"{token_limit} tokens of KV wanted, {self.kv_tokens} of {limits.max_kv_tokens} "
-                "are in use",
-                _RETRY_AFTER_S,
-            )
-
 
 def check_id(field: str, value: bytes) -> None:
     """Raises InvalidRequest unless value is 16 bytes."""
@@ -169,3 +148,17 @@ def _prompt_length(message: target_pb2.DecodeOpen) -> int:
         limit = f"must be from 1 to the {given} token_ids"
         raise InvalidRequest("open.prompt_length", message.prompt_length, limit)
     return message.prompt_length
+
+
+def _check_rest(message: target_pb2.DecodeOpen) -> None:
+    if message.HasField("top_logprobs") and message.top_logprobs > MAX_TOP_LOGPROBS:
+        raise InvalidRequest(
+            "open.top_logprobs", message.top_logprobs, f"at most {MAX_TOP_LOGPROBS}"
+        )
+    given = len(message.token_ids)
+    if message.draft_context_hit > given:
+        limit = f"at most the {given} token_ids"
+        raise InvalidRequest("open.draft_context_hit", message.draft_context_hit, limit)
+    if len(message.cache_salt) > _MAX_SALT:
+        limit = f"at most {_MAX_SALT} characters"
+        raise InvalidRequest("open.cache_salt", f"{len(message.cache_salt)} characters", limit)

@@ -34,14 +34,15 @@ class TargetSettings(ServiceSettings):
     transport: TransportChoice = "auto"
     # Where ring descriptors are passed; the draft service needs the same folder.
     socket_dir: Path = Field(default_factory=default_socket_dir)
-    max_sessions: int = Field(default=16, ge=1, le=4096)
-    # Tokens of KV reserved by all sessions together; 0 means what half of the free memory holds.
+    max_sessions: int = Field(default=64, ge=1, le=4096)
+    # Tokens of KV that all sessions together may hold, found prefixes included; 0 means all
+    # sessions at full length, or what a third of the free memory holds if that is less.
     max_kv_tokens: int = Field(default=0, ge=0)
     # Tokens of a block of KV: the step in which memory is taken and prefixes are found again.
     block_tokens: int = Field(default=16, ge=1, le=1024)
     # Anchor + draft tokens that one Verify may carry.
     max_block_length: int = Field(default=32, ge=1, le=256)
-    # A longer prompt is computed in chunks of this size, so that rounds of others come between.
+    # A longer prompt is computed in chunks of at most this size; of less while others decode.
     prefill_chunk_tokens: int = Field(default=256, ge=1, le=8192)
     # Rows of one step, over all sessions.
     max_step_tokens: int = Field(default=512, ge=256, le=65536)

@@ -13,6 +13,7 @@ from opentelemetry.util.types import AttributeValue
 from flashduet import telemetry
 from flashduet.v1 import common_pb2
 from target_service.job import Outcome
+from target_service.session import Interval
 
 
 class MessageSpan:
@@ -63,14 +64,25 @@ class MessageSpan:
         self._span.end()
 
 
+def trace_publish(traceparent: str, interval: Interval, rows: int) -> None:
+    """Record that features were handed over; it happens after the answer of their message."""
+    telemetry.record_span(
+        "target.publish",
+        telemetry.context_of(traceparent),
+        interval.start_ns,
+        interval.end_ns,
+        {"rows": rows},
+    )
+
+
 def phase_timings(outcome: Outcome) -> common_pb2.PhaseTimings:
-    """Microseconds of each phase, summed over chunks."""
-    total = dict.fromkeys(("queue", "forward", "sample", "publish"), 0)
+    """Microseconds of each phase, summed over chunks; publishing is of the chunks before."""
+    total = dict.fromkeys(("queue", "forward", "sample"), 0)
     for phase in outcome.phases:
         total[phase.name] += phase.interval.duration_ns
     return common_pb2.PhaseTimings(
         queue_us=total["queue"] // 1000,
         forward_us=total["forward"] // 1000,
         sample_us=total["sample"] // 1000,
-        publish_us=total["publish"] // 1000,
+        publish_us=outcome.published_ns // 1000,
     )

@@ -95,6 +95,12 @@ async def test_the_draft_gets_every_committed_row_but_the_anchor_s(
         assert opened.drafting
         assert all(await answer(stream, truth, 20))
         committed = stream.tokens[:]
+
+        async def arrived() -> bool:
+            # The last rows follow their answer.
+            return len(peer[0].token_ids[session_id]) == len(committed) - 1
+
+        await eventually(arrived)
         await stream.close()
         await running.nothing_left()
     held = peer[0].token_ids[session_id]

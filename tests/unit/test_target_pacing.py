@@ -1,0 +1,150 @@
+"""A long prompt beside running sessions: by a clock that moves as steps of the real target cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from target_service.job import Job
+from target_service.pacing import Pacing
+from target_service.seat import Seat
+from target_service.session import Session
+from target_service.step_times import StepTimes
+from tests.unit.ledger_engine import VOCABULARY, Simulation, session
+
+
+class Client:
+    """Sends its next round `gap_s` after each answer, and notes the time between answers."""
+
+    def __init__(self, given: Session, gap_s: float, drafts: int) -> None:
+        self.session, self.gap_s, self.drafts = given, gap_s, drafts
+        self.job: Job | None = None
+        self.next_round = 0.0
+        self.last: float | None = None
+        self.between: list[float] = []
+
+    def attend(self, world: Simulation) -> None:
+        if self.job is not None and self.job.future.done():
+            if self.last is not None:
+                self.between.append(world.now - self.last)
+            self.job, self.last, self.next_round = None, world.now, world.now + self.gap_s
+        if self.job is None and world.now >= self.next_round:
+            late, world.now = world.now, self.next_round or world.now
+            self.job = world.round(self.session, [VOCABULARY] * self.drafts)
+            world.now = late
+
+
+def world() -> Simulation:
+    """About the default pair on two cores: a step of 10 ms and 0.3 ms a row."""
+    return Simulation(
+        blocks=2000, size=16, max_step_tokens=512, chunk_tokens=256, step_s=0.010, row_s=0.0003
+    )
+
+
+def live(
+    simulation: Simulation, clients: list[Client], until: float, job: Job | None = None
+) -> None:
+    """Let clients and engine run until a time, or until the job is done."""
+    while simulation.now < until and not (job is not None and job.future.done()):
+        for client in clients:
+            client.attend(simulation)
+        if simulation.step() is None:
+            wait_s = simulation.roster.plan(simulation.now).wait_s
+            arrivals = [c.next_round - simulation.now for c in clients if c.job is None]
+            simulation.now += max(1e-6, min([*arrivals, wait_s or 1.0]))
+
+
+def start(simulation: Simulation, count: int, gap_s: float, drafts: int) -> list[Client]:
+    clients = [Client(session([seed, 1, 2, 3], limit=8000), gap_s, drafts) for seed in range(count)]
+    simulation.run(*[simulation.prefill(client.session) for client in clients])
+    return clients
+
+
+def p99(values: list[float]) -> float:
+    return sorted(values)[int(0.99 * len(values))]
+
+
+@pytest.mark.parametrize(
+    ("count", "gap_s", "drafts"),
+    [(1, 0.001, 0), (1, 0.004, 0), (1, 0.015, 15), (1, 0.050, 15), (4, 0.002, 0), (8, 0.015, 7)],
+)
+async def test_running_sessions_hardly_feel_a_long_prompt(
+    count: int, gap_s: float, drafts: int
+) -> None:
+    simulation = world()
+    clients = start(simulation, count, gap_s, drafts)
+    live(simulation, clients, until=3.0)
+    calm = p99([seconds for client in clients for seconds in client.between])
+    for client in clients:
+        client.between.clear()
+    began = simulation.now
+    long = simulation.prefill(session([seed % VOCABULARY for seed in range(4000)], limit=5000))
+    live(simulation, clients, began + 60, long)
+    assert long.future.done()
+    busy = p99([seconds for client in clients for seconds in client.between])
+    assert busy <= 2.05 * calm
+    # Nor does the prompt stand still: nothing is left idle for it.
+    assert simulation.now - began < 8.0
+
+
+async def test_nobody_decodes_so_the_prompt_takes_large_chunks() -> None:
+    simulation = world()
+    simulation.run(simulation.prefill(session([1] * 1000, limit=2000)))
+    assert [rows for (rows,) in simulation.engine.steps] == [256, 256, 256, 232]
+
+
+async def test_a_session_that_went_silent_does_not_hold_prompts_back() -> None:
+    simulation = world()
+    start(simulation, 1, 0.001, 0)
+    simulation.now += 1.0
+    done = len(simulation.engine.steps)
+    simulation.run(simulation.prefill(session([1] * 600, limit=2000)))
+    assert [rows for (rows,) in simulation.engine.steps[done:]] == [256, 256, 88]
+
+
+async def test_batch_sessions_do_not_hold_a_prompt_back() -> None:
+    simulation = world()
+    batch = session([1, 2, 3], limit=2000, batch=True)
+    simulation.run(simulation.prefill(batch))
+    simulation.run(simulation.round(batch))
+    done = len(simulation.engine.steps)
+    simulation.run(simulation.prefill(session([1] * 600, limit=2000)))
+    assert [rows for (rows,) in simulation.engine.steps[done:]] == [256, 256, 88]
+
+
+async def test_rounds_that_are_due_at_once_share_a_step() -> None:
+    simulation = world()
+    clients = start(simulation, 6, 0.004, 0)
+    for index, client in enumerate(clients):
+        client.gap_s += 0.0001 * index
+    live(simulation, clients, until=2.0)
+    done = len(simulation.engine.steps)
+    live(simulation, clients, until=4.0)
+    steps = simulation.engine.steps[done:]
+    assert sum(map(len, steps)) / len(steps) > 5.5
+
+
+async def test_a_lone_session_never_waits_for_others() -> None:
+    simulation = world()
+    clients = start(simulation, 1, 0.004, 0)
+    live(simulation, clients, until=2.0)
+    assert max(clients[0].between) < 0.004 + 0.010 + 0.0003 + 0.0001
+
+
+def test_step_times_are_guessed_between_and_beyond_what_was_seen() -> None:
+    times = StepTimes()
+    assert times.predict(1) is None
+    times.add(16, 0.020)
+    assert times.predict(1) == pytest.approx(0.020)
+    assert times.predict(64) == pytest.approx(0.080)
+    times.add(64, 0.044)
+    assert times.predict(40) == pytest.approx(0.032)
+    for _ in range(50):
+        times.add(16, 0.010)
+    assert times.predict(16) == pytest.approx(0.010, rel=0.01)
+    assert [(size.max_tokens, size.steps) for size in times.report()] == [(16, 51), (64, 1)]
+    assert times.report()[0].p99_s == pytest.approx(0.020)
+
+
+def test_before_anything_was_measured_a_chunk_beside_rounds_is_small() -> None:
+    seat = Seat(session([1]), 1, 0.0, answered=0.0, running=True)
+    assert Pacing(StepTimes(), 512).allowance(1, [seat], now=0.0).tokens == 8
