@@ -13,13 +13,22 @@
 """
 
 from flashduet.client.aio import AsyncClient, AsyncGenerationStream
-from flashduet.client.request import GenerateOptions, Message, Prompt, SpeculationMode
+from flashduet.client.request import (
+    GenerateOptions,
+    Message,
+    Priority,
+    Prompt,
+    SpeculationMode,
+)
 from flashduet.client.results import (
+    Choice,
     GatewayLoad,
     Generation,
     ModelCard,
+    PositionLogprobs,
     SpeculationReport,
     TextChunk,
+    TokenLogprob,
     TokenUsage,
 )
 from flashduet.client.sync import Client, GenerationStream
@@ -27,6 +36,7 @@ from flashduet.client.sync import Client, GenerationStream
 __all__ = [
     "AsyncClient",
     "AsyncGenerationStream",
+    "Choice",
     "Client",
     "GatewayLoad",
     "GenerateOptions",
@@ -34,9 +44,12 @@ __all__ = [
     "GenerationStream",
     "Message",
     "ModelCard",
+    "PositionLogprobs",
+    "Priority",
     "Prompt",
     "SpeculationMode",
     "SpeculationReport",
     "TextChunk",
+    "TokenLogprob",
     "TokenUsage",
 ]

@@ -11,9 +11,9 @@ from typing import Self, Unpack
 import grpc
 import grpc.aio
 
+from flashduet.client.collector import Collector
 from flashduet.client.request import DEFAULT_TIMEOUT_S, GenerateOptions, Prompt, build_request
 from flashduet.client.results import (
-    Collector,
     GatewayLoad,
     Generation,
     ModelCard,

@@ -9,9 +9,9 @@ from typing import Self, Unpack
 
 import grpc
 
+from flashduet.client.collector import Collector
 from flashduet.client.request import DEFAULT_TIMEOUT_S, GenerateOptions, Prompt, build_request
 from flashduet.client.results import (
-    Collector,
     GatewayLoad,
     Generation,
     ModelCard,

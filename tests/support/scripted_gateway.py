@@ -44,6 +44,11 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
         if prompt == "cut":
             return
         yield pb.GenerateResponse(
+            finished=pb.GenerateFinished(
+                finish_reason=pb.FINISH_REASON_STOP, stop_token_id=7, completion_tokens=4
+            )
+        )
+        yield pb.GenerateResponse(
             complete=pb.GenerateComplete(
                 finish_reason=pb.FINISH_REASON_STOP,
                 usage=pb.Usage(prompt_tokens=3, completion_tokens=4, cached_tokens=1),

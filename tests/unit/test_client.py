@@ -7,12 +7,21 @@ import time
 import pytest
 
 from flashduet import errors
-from flashduet.client import AsyncClient, Client, Generation, Message
+from flashduet.client import (
+    AsyncClient,
+    Client,
+    Generation,
+    Message,
+    PositionLogprobs,
+    TokenLogprob,
+)
+from flashduet.client.collector import Collector
 from flashduet.client.request import build_request
 from flashduet.healthcheck import Health, probe
 from flashduet.rpc import Server
 from flashduet.sampling.params import Sampling
 from flashduet.v1 import gateway_pb2 as pb
+from flashduet.v1.common_pb2 import PRIORITY_BATCH
 from tests.support.scripted_gateway import scripted_gateway
 
 
@@ -43,7 +52,7 @@ def test_sync_streams_chunks_and_then_the_result(gateway):
     with Client(endpoint) as client:
         stream = client.generate("hi")
         texts = [chunk.text for chunk in stream]
-        assert texts == ["hé", "", "llo"]
+        assert texts == ["hé", "", "llo", ""]
         assert_whole(stream.result())
         # The second request on the same client is like the first.
         assert_whole(client.generate("hi").result())
@@ -53,7 +62,7 @@ async def test_async_streams_chunks_and_then_the_result(gateway):
     endpoint, _ = gateway
     async with AsyncClient(endpoint) as client:
         stream = client.generate("hi")
-        assert [chunk.text async for chunk in stream] == ["hé", "", "llo"]
+        assert [chunk.text async for chunk in stream] == ["hé", "", "llo", ""]
         assert_whole(await stream.result())
         assert_whole(await client.generate("hi").result())
 
@@ -229,3 +238,66 @@ def test_channels_are_closed_by_their_block(gateway):
         client.models()
     with pytest.raises(ValueError, match="closed channel"):
         client.models()
+
+
+def test_every_option_has_its_place_in_the_request():
+    request = build_request(
+        [Message("user", "hi")],
+        {
+            "n": 3,
+            "top_logprobs": 0,
+            "presence_penalty": 0.5,
+            "frequency_penalty": -0.5,
+            "repetition_penalty": 1.25,
+            "logit_bias": {5: -1.0},
+            "priority": "batch",
+            "cache_salt": "tenant",
+            "echo": True,
+            "template_kwargs": {"enable_thinking": False},
+        },
+    )
+    assert (request.n, request.top_logprobs, request.cache_salt) == (3, 0, "tenant")
+    assert request.HasField("top_logprobs")
+    assert request.echo
+    assert request.priority == PRIORITY_BATCH
+    assert dict(request.chat.template_kwargs) == {"enable_thinking": False}
+    sampling = request.sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+    assert (sampling.repetition_penalty, dict(sampling.logit_bias)) == (1.25, {5: -1.0})
+    assert not sampling.HasField("seed")
+    for wrong in ({"priority": "urgent"}, {"template_kwargs": {"x": {1, 2}}}):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            build_request("hi", wrong)
+
+
+def test_answers_are_put_together_by_their_choice():
+    collector = Collector(0.0)
+    told = {"chosen": {"token_id": 4, "logprob": -0.5, "token_bytes": b"\xc3"}}
+    messages = [
+        {"started": {"request_id": "r", "seed": 3}},
+        {"chunk": {"choice": 1, "text": "b", "token_ids": [8]}},
+        {"chunk": {"choice": 0, "text": "a", "token_ids": [4], "logprobs": [told]}},
+        {"finished": {"choice": 1, "finish_reason": "FINISH_REASON_LENGTH"}},
+        {"chunk": {"choice": 0, "text": "c", "token_ids": [5], "logprobs": [told]}},
+        {"finished": {"finish_reason": "FINISH_REASON_STOP", "stop_string": "x"}},
+        {"complete": {"usage": {"completion_tokens": 3}}},
+    ]
+    events = [collector.add(pb.GenerateResponse(**message), 1.0) for message in messages]
+    assert [(e.choice, e.finish_reason) for e in events if e and e.finish_reason] == [
+        (1, "length"),
+        (0, "stop"),
+    ]
+    whole = collector.generation()
+    assert [(c.text, c.token_ids) for c in whole.choices] == [("ac", [4, 5]), ("b", [8])]
+    assert (whole.text, whole.stop_string, whole.choices[1].finish_reason) == ("ac", "x", "length")
+    entry = TokenLogprob(token_id=4, token=b"\xc3", logprob=-0.5)
+    assert whole.logprobs == (PositionLogprobs(entry, ()),) * 2
+    assert whole.choices[1].logprobs == ()
+
+
+def test_a_choice_that_never_finished_is_an_error():
+    collector = Collector(0.0)
+    for message in ({"started": {}}, {"chunk": {"text": "a"}}, {"complete": {}}):
+        collector.add(pb.GenerateResponse(**message), 1.0)
+    with pytest.raises(errors.FlashduetError, match="before all of its answers"):
+        collector.generation()

@@ -55,6 +55,8 @@ async def test_each_choice_has_its_own_noise_and_nothing_else_of_its_own(
     assert alone.token_ids == expected[0], "the first choice is the answer of a request for one"
     assert Counter(opening.choice for opening in stack.target.openings) == {0: 2, 1: 1, 2: 1}
     assert len({opening.session_id for opening in stack.target.openings if opening.choice}) == 2
+    drafted = Counter(opening.choice for opening in stack.draft.openings)
+    assert drafted == ({0: 2, 1: 1, 2: 1} if mode == "fixed" else {})
     await stack.all_free()
 
 
