@@ -19,6 +19,7 @@ from draft_service.config import DrafterConfig
 from draft_service.network import KeysValues
 from draft_service.quantized_rows import QuantizedStorage
 from flashduet.kv.storage import KVStorage, LayerShape, Slots
+from flashduet.sampling.history import TokenHistory
 
 # How context rows are kept: as the network computes them, or as 8-bit integers with scales.
 ContextDtype = Literal["auto", "int8"]
@@ -47,9 +48,21 @@ class ContextPlan:
 
 @dataclass(eq=False, slots=True)
 class Context:
-    """One session's context as the engine knows it: how many of its rows are written."""
+    """One session's context as the engine knows it.
+
+    Attributes:
+        length: rows written.
+        history: their tokens, where the session's sampling looks at them.
+    """
 
     length: int = 0
+    history: TokenHistory | None = None
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """So many more rows are written, one for each token."""
+        self.length += len(token_ids)
+        if self.history is not None:
+            self.history.extend(token_ids)
 
     def truncate(self, length: int) -> None:
         """Forget the rows from `length` on.
@@ -60,6 +73,8 @@ class Context:
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot cut a context of {self.length} rows back to {length}")
         self.length = length
+        if self.history is not None:
+            self.history.truncate(length)
 
 
 class Seen(NamedTuple):

@@ -16,6 +16,7 @@ from torch import Tensor
 from draft_service.context import Context, ContextPlan
 from draft_service.work import IngestWork
 from flashduet.kv.blocks import BlockPool, BlockTable
+from flashduet.sampling.history import TokenHistory
 
 
 @dataclass(eq=False, slots=True)
@@ -67,20 +68,42 @@ class ContextPool:
         return self._pool.free_blocks
 
     @property
+    def free_rows(self) -> int:
+        return self.free_blocks * self.block_rows
+
+    @property
     def cached_blocks(self) -> int:
         """Those of the free ones that still hold a prefix."""
         return self._pool.cached_blocks
 
-    def open(self, key: bytes = b"", token_ids: Sequence[int] = ()) -> HeldContext:
-        """A new session's context, with the leading rows of `token_ids` that are held already."""
-        held = HeldContext(key, list(token_ids))
+    def open(
+        self,
+        key: bytes = b"",
+        token_ids: Sequence[int] = (),
+        history: TokenHistory | None = None,
+    ) -> HeldContext:
+        """A new session's context, with the leading rows of `token_ids` that are held already.
+
+        Args:
+            history: empty, for a session whose sampling looks at its tokens.
+        """
+        held = HeldContext(key, list(token_ids), engine=Context(history=history))
         self.adopt(held, len(held.token_ids))
         return held
 
+    def find(self, held: HeldContext) -> int:
+        """Leading rows of its tokens that are there to be adopted."""
+        return self._pool.find(held.token_ids, held.key)
+
     def adopt(self, held: HeldContext, most: int) -> int:
-        """Take up to `most` leading rows that are there into an empty context; returns its end."""
+        """Hold up to `most` leading rows that are there; returns the context's end.
+
+        What it held before is let go. Nothing may be queued for it.
+        """
+        self._pool.release(held.table)
+        held.engine.truncate(0)
         held.end = self._pool.adopt(held.table, held.token_ids, held.key, most)
-        held.engine.length = held.end
+        held.engine.extend(held.token_ids[: held.end])
         return held.end
 
     def has_room(self, held: HeldContext, rows: int) -> bool:
@@ -92,7 +115,8 @@ class ContextPool:
         base = held.end
         held.holds(token_ids, base)
         held.end = base + len(token_ids)
-        return IngestWork(held.engine, base, features, tuple(held.table.block_ids))
+        block_ids = tuple(held.table.block_ids)
+        return IngestWork(held.engine, base, tuple(token_ids), features, block_ids)
 
     def blocks_for(self, held: HeldContext, rows: int) -> tuple[int, ...]:
         """The context's blocks, with room for a block's rows after it if that can be had."""

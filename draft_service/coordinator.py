@@ -13,14 +13,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from draft_service.awaited import AwaitedPrefixes
 from draft_service.context_pool import ContextPool
-from draft_service.messages import Answer, BlockDrafted, BlockRequest, ChunkArrived, Limits
+from draft_service.messages import Answer, BlockRequest, ChunkArrived, Limits
+from draft_service.proposals import Proposals
 from draft_service.refusals import ChunkRefused, ProposalRefused, ReasonCounter
-from draft_service.scheduler import Drafted, Scheduler
-from draft_service.sessions import Owner, Proposing, Session, SessionTable, SessionTerms
-from draft_service.tracing import record_ingest, record_phases
-from draft_service.work import ProposeWork, RewindWork
-from flashduet.errors import TransportError
+from draft_service.scheduler import Scheduler
+from draft_service.sessions import Owner, Session, SessionTable, SessionTerms
+from draft_service.tracing import record_ingest
+from draft_service.work import RewindWork
+from flashduet.errors import InvalidRequest, TransportError
+from flashduet.sampling.history import TokenHistory
 from flashduet.v1.common_pb2 import StepTime
 
 log = logging.getLogger(__name__)
@@ -49,7 +54,8 @@ class Coordinator:
         self.sessions = SessionTable(limits.max_sessions)
         self.refused_chunks = ReasonCounter()
         self.refused_proposals = ReasonCounter()
-        self.proposals = 0
+        self._proposals = Proposals(scheduler, contexts, limits)
+        self._awaited = AwaitedPrefixes(self.sessions, contexts)
         self._scheduler = scheduler
         self._identity = identity
         self._targets: dict[bytes, _Attached] = {}
@@ -68,6 +74,11 @@ class Coordinator:
         for session in self.sessions.all():
             self._close(session)
         await self._scheduler.stop()
+
+    @property
+    def proposals(self) -> int:
+        """Proposals answered with drafts so far."""
+        return self._proposals.drafted
 
     @property
     def queued_proposals(self) -> int:
@@ -131,6 +142,10 @@ class Coordinator:
                 raise present.refusal("BAD_REQUEST", "already open in this epoch on other terms")
             self._renew(present)
             return present.context_end
+        try:
+            terms.sampling.check_vocabulary(self.limits.vocab_size)
+        except InvalidRequest as error:
+            raise ProposalRefused("BAD_REQUEST", error.message) from error
         if token_ids and (highest := max(token_ids)) >= self.limits.vocab_size:
             raise ProposalRefused(
                 "BAD_REQUEST", f"token_ids: {highest} is not below {self.limits.vocab_size}"
@@ -138,11 +153,12 @@ class Coordinator:
         if present is not None:
             self._close(present)
         key = b"|".join((self._identity, target.key, terms.cache_salt.encode()))
-        session = Session(
-            session_id, epoch, owner, terms, self.contexts.open(key, token_ids), expires_at=0.0
-        )
+        history = TokenHistory(terms.prompt_length) if terms.sampling.needs_history else None
+        context = self.contexts.open(key, token_ids, history)
+        session = Session(session_id, epoch, owner, terms, context, expires_at=0.0)
         self._renew(session)
         self.sessions.add(session)
+        self._awaited.promise(session)
         return session.context_end
 
     def propose(
@@ -155,13 +171,7 @@ class Coordinator:
         """
         session = self.sessions.owned(owner, session_id, epoch)
         self._renew(session)
-        self._check(session, request)
-        self._abandon(session, session.refusal("CONTEXT_LATE", "given up for a later round"))
-        timer = asyncio.get_running_loop().call_later(
-            request.budget_us / 1e6, self._budget_over, session
-        )
-        session.proposing = Proposing(request, answer, timer)
-        self._draft_if_complete(session)
+        self._proposals.begin(session, request, answer)
 
     def rewind(
         self, owner: Owner, session_id: bytes, epoch: int, length: int, new_epoch: int
@@ -179,11 +189,17 @@ class Coordinator:
         if new_epoch <= epoch:
             raise session.refusal("WRONG_EPOCH", f"the new epoch must be later than {epoch}")
         self._renew(session)
-        self._abandon(session, session.refusal("WRONG_EPOCH", f"rewound to epoch {new_epoch}"))
+        self._proposals.abandon(
+            session, session.refusal("WRONG_EPOCH", f"rewound to epoch {new_epoch}")
+        )
         session.epoch = new_epoch
+        if session.awaiting is not None:
+            session.awaiting = None
+            self.contexts.adopt(session.context, length)
         if length < session.context_end:
             end = self.contexts.rewind(session.context, length)
             self._scheduler.rewind(RewindWork(session.context.engine, end))
+        self._settle_followers(session)
         return session.context_end
 
     def cancel(self, owner: Owner, session_id: bytes, epoch: int, round: int) -> None:
@@ -191,7 +207,7 @@ class Coordinator:
         session = self.sessions.owned(owner, session_id, epoch)
         self._renew(session)
         if session.proposing is not None and session.proposing.request.round == round:
-            self._abandon(session, None)
+            self._proposals.abandon(session, None)
 
     def heartbeat(self, owner: Owner, session_id: bytes, epoch: int) -> None:
         """Renew the lease.
@@ -224,126 +240,80 @@ class Coordinator:
             ChunkRefused: the chunk was not taken and nothing has changed.
         """
         session = self.sessions.for_chunk(chunk.session_id, chunk.epoch, chunk.target_instance_id)
-        context, held, epoch = session.context, session.context_end, session.epoch
+        held = session.context_end
         if chunk.base != held:
             raise ChunkRefused("GAP", held)
         if chunk.rows < 1:
             raise ChunkRefused("WRONG_SHAPE", held)
-        if not self.contexts.has_room(context, chunk.rows):
+        if max(chunk.token_ids) >= self.limits.vocab_size:
+            raise ChunkRefused("OUT_OF_RANGE", held)
+        if session.awaiting is not None:
+            if self.contexts.free_rows < held + chunk.rows - session.awaiting.rows:
+                raise ChunkRefused("NO_ROOM", held)
+        elif not self.contexts.has_room(session.context, chunk.rows):
             raise ChunkRefused("NO_ROOM", held)
         try:
             features = chunk.take()
         except TransportError as error:
             raise ChunkRefused(error.reason, held) from error
 
-        def done(error: BaseException | None) -> None:
-            if error is None:
-                record_ingest(chunk, time.time_ns())
-                # A rewind has other rows in their place, or will have.
-                if self.sessions.is_open(session) and session.epoch == epoch:
-                    self.contexts.written(context, work.end)
-            elif self.sessions.is_open(session):
-                log.error("rows of session %s were lost; it is closed", chunk.session_id.hex())
-                self._close(session)
-
-        work = self.contexts.take(context, chunk.token_ids, features)
-        self._scheduler.ingest(work, done)
-        self._draft_if_complete(session)
+        if session.awaiting is not None:
+            session.awaiting.chunks.append((chunk, features))
+            session.awaiting.end += chunk.rows
+        else:
+            self._queue(session, chunk, features)
+            self._proposals.context_grew(session)
         return session.context_end
 
     # ------------------------------------------------------------------ inside
 
-    def _check(self, session: Session, request: BlockRequest) -> None:
-        most = self.limits.max_block_length
-        if not 2 <= request.block_length <= most:
-            raise session.refusal(
-                "BAD_REQUEST", f"block_length {request.block_length} is not from 2 to {most}"
-            )
-        if request.committed_length < 1:
-            raise session.refusal("BAD_REQUEST", "committed_length counts the anchor: 1 at least")
-        if request.anchor_token_id >= self.limits.vocab_size:
-            raise session.refusal(
-                "BAD_REQUEST",
-                f"anchor_token_id {request.anchor_token_id} is not below {self.limits.vocab_size}",
-            )
+    def _settle_followers(self, leader: Session) -> None:
+        """Its rows are written, or will not come: see to the sessions that wait for them."""
+        for session in self._awaited.followers(leader):
+            assert session.awaiting is not None
+            chunks, end = session.awaiting.chunks, session.awaiting.rows
+            if not self._awaited.settle(session):
+                continue
+            if session.context_end < end:
+                log.warning("session %s misses a promised prefix", session.session_id.hex())
+                continue
+            for chunk, features in chunks:
+                if not self.contexts.has_room(session.context, chunk.rows):
+                    log.warning("session %s: no room for its rows", session.session_id.hex())
+                    break
+                self._queue(session, chunk, features)
+            self._proposals.context_grew(session)
 
-    def _draft_if_complete(self, session: Session) -> None:
-        """Hand the proposal that waits, if one does, to the engine once its rows are taken."""
-        proposing = session.proposing
-        if proposing is None or proposing.ticket is not None:
-            return
-        request, needed, context = proposing.request, proposing.needed, session.context
-        if context.end < needed:
-            return
-        if context.end > needed:
-            held = f"{needed} rows wanted, {context.end} held"
-            self._abandon(session, session.refusal("BEHIND_CONTEXT", held))
-            return
-        proposing.context_ns = time.time_ns()
-        work = ProposeWork(
-            context.engine,
-            needed,
-            request.anchor_token_id,
-            request.block_length,
-            session.terms.sampling,
-            session.terms.choice,
-            self.contexts.blocks_for(context, request.block_length),
-        )
-        proposing.ticket = self._scheduler.propose(
-            work, lambda outcome: self._drafted(session, proposing, outcome)
-        )
+    def _queue(self, session: Session, chunk: ChunkArrived, features: Tensor) -> None:
+        """Rows for which there is room go to the engine."""
+        context, epoch = session.context, session.epoch
 
-    def _drafted(
-        self, session: Session, proposing: Proposing, outcome: Drafted | BaseException
-    ) -> None:
-        """The engine is done with the proposal; it has not been abandoned meanwhile."""
-        request, context_ns = proposing.request, proposing.context_ns
-        if isinstance(outcome, BaseException):
-            result: BlockDrafted | ProposalRefused = session.refusal(
-                "INTERNAL", "the drafter failed; see the service's log"
-            )
-        elif outcome.drafts is None:
-            if session.context_end > proposing.needed:
-                result = session.refusal("BEHIND_CONTEXT", f"{proposing.needed} rows wanted")
-            else:
-                result = session.refusal("INTERNAL", "the drafter's logits are no numbers")
-        else:
-            self.proposals += 1
-            result = BlockDrafted(outcome.drafts, request.arrived_ns, context_ns, outcome.times)
-            record_phases(result, request.trace)
-        proposing.timer.cancel()
-        session.proposing = None
-        proposing.answer(result)
+        def done(error: BaseException | None) -> None:
+            if error is not None:
+                if self.sessions.is_open(session):
+                    log.error("rows of session %s were lost; it is closed", chunk.session_id.hex())
+                    self._close(session)
+                return
+            record_ingest(chunk, time.time_ns())
+            # A rewind has other rows in their place, or will have.
+            if self.sessions.is_open(session) and session.epoch == epoch:
+                self.contexts.written(context, work.end)
+                self._settle_followers(session)
 
-    def _budget_over(self, session: Session) -> None:
-        """The proposal under way has had its time; drafts that come later help nobody."""
-        proposing = session.proposing
-        if proposing is None:
-            return
-        if proposing.ticket is not None:
-            detail = "the engine was busy for the budget"
-        else:
-            detail = f"{proposing.needed} rows wanted, {session.context_end} came in time"
-        self._abandon(session, session.refusal("CONTEXT_LATE", detail))
-
-    def _abandon(self, session: Session, outcome: ProposalRefused | None) -> None:
-        """End the proposal under way, if there is one, with this outcome."""
-        proposing, session.proposing = session.proposing, None
-        if proposing is None:
-            return
-        proposing.timer.cancel()
-        if proposing.ticket is not None:
-            self._scheduler.withdraw(proposing.ticket)
-        proposing.answer(outcome)
+        work = self.contexts.take(context, chunk.token_ids, features)
+        self._scheduler.ingest(work, done)
 
     def _renew(self, session: Session) -> None:
         session.expires_at = asyncio.get_running_loop().time() + self.limits.lease_s
 
     def _close(self, session: Session) -> None:
-        self._abandon(session, session.refusal("UNKNOWN_SESSION", "closed while drafting"))
+        self._proposals.abandon(
+            session, session.refusal("UNKNOWN_SESSION", "closed while drafting")
+        )
         self._scheduler.drop(session.context.engine)
         self.contexts.close(session.context)
         self.sessions.remove(session)
+        self._settle_followers(session)
 
     async def _expire_leases(self) -> None:
         loop = asyncio.get_running_loop()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from draft_service.network import DFlashNetwork, folded_attention
 from draft_service.target_tensors import TargetTensors
 from draft_service.work import Drafts, IngestWork, ProposeWork, StepResult, StepTimes
 from flashduet.packed_linear import PackedLinear, can_pack
-from flashduet.sampling.choose import BadLogits, RowKey, choose_draft_rows
+from flashduet.sampling.choose import BadLogits, RowBlock, choose_draft_blocks
 from flashduet.sampling.params import Sampling
 
 
@@ -77,7 +76,7 @@ class Engine:
         forwarded_ns = sampled_ns = ingested_ns
         drafted: list[Drafts | None] = []
         if ready:
-            logits = self.draft_logits(ready)
+            logits = self._logits(ready)
             self._synchronize()
             forwarded_ns = time.time_ns()
             drafted = self._choose(logits, ready)
@@ -98,7 +97,7 @@ class Engine:
         features = torch.zeros((rows, self.config.feature_width), dtype=self.dtype).to(self.device)
         for sampling in (Sampling(), Sampling(temperature=1.0, top_p=0.9, seed=1)):
             anchor = context.length + rows
-            ingest = IngestWork(context, context.length, features, block_ids)
+            ingest = IngestWork(context, context.length, [0] * rows, features, block_ids)
             propose = ProposeWork(context, anchor, 0, block_length, sampling, 0, block_ids)
             self.step([ingest], [propose])
 
@@ -116,7 +115,7 @@ class Engine:
         rows = self.network.context_rows(states, positions)
         self.store.write(joined_slots(slots, self.device), rows)
         for work in ingests:
-            work.context.length = work.end
+            work.context.extend(work.token_ids)
 
     @torch.inference_mode()
     def draft_logits(self, proposals: Sequence[ProposeWork]) -> Tensor:
@@ -124,6 +123,10 @@ class Engine:
 
         Every proposal's context has just the rows before its anchor, and is left as it was.
         """
+        return self._logits(proposals).float()
+
+    def _logits(self, proposals: Sequence[ProposeWork]) -> Tensor:
+        """As `draft_logits`, in whatever type they come."""
         blocks, slots, token_ids, start = [], [], [], 0
         for work in proposals:
             blocks.append(_Block.of(work, start, self.config.layer_masks, self.store))
@@ -146,11 +149,11 @@ class Engine:
         return network.scaled(self._head(hidden))
 
     def _choose(self, logits: Tensor, proposals: Sequence[ProposeWork]) -> list[Drafts | None]:
-        rows = [work.block_length - 1 for work in proposals]
         try:
-            return list(_choose_blocks(logits, proposals, rows))
+            return list(_choose_blocks(logits, proposals))
         except BadLogits:
             # One session's broken features must not cost the others their drafts.
+            rows = [work.block_length - 1 for work in proposals]
             return [
                 _choose_alone(block, work)
                 for block, work in zip(logits.split(rows), proposals, strict=True)
@@ -177,26 +180,27 @@ def _weight_bytes(network: DFlashNetwork, tensors: TargetTensors) -> int:
     return own + tensors.embedding.nbytes + (0 if shared else tensors.head.nbytes)
 
 
-def _choose_blocks(
-    logits: Tensor, proposals: Sequence[ProposeWork], rows: Sequence[int]
-) -> list[Drafts]:
-    """Float32 logits of all blocks' draft slots → the drafts of each block, in one call."""
-    keys = [
-        RowKey(work.anchor_position + slot, work.sampling, work.choice)
+def _choose_blocks(logits: Tensor, proposals: Sequence[ProposeWork]) -> list[Drafts]:
+    """Logits of all blocks' draft slots → the drafts of each block, in one call."""
+    blocks = [
+        RowBlock(
+            work.anchor_position + 1,
+            work.block_length - 1,
+            work.sampling,
+            work.choice,
+            work.context.history,
+            pending=(work.anchor_token_id,),
+        )
         for work in proposals
-        for slot in range(1, work.block_length)
     ]
-    chosen = choose_draft_rows(logits, keys)
-    ends = list(accumulate(rows))
     return [
-        Drafts(chosen.tokens[end - count : end], chosen.confidence[end - count : end])
-        for end, count in zip(ends, rows, strict=True)
+        Drafts(chosen.tokens, chosen.confidence) for chosen in choose_draft_blocks(logits, blocks)
     ]
 
 
 def _choose_alone(logits: Tensor, work: ProposeWork) -> Drafts | None:
     try:
-        return _choose_blocks(logits, [work], [logits.shape[0]])[0]
+        return _choose_blocks(logits, [work])[0]
     except BadLogits:
         return None
 

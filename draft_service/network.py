@@ -117,7 +117,9 @@ class FeedForward(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj: nn.Module = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.down_proj: nn.Module = nn.Linear(
+            config.intermediate_size, config.hidden_size, bias=False
+        )
         self.act = ACT2FN[config.hidden_act]
         self.fused: Product | None = None
 
@@ -241,15 +243,15 @@ class DFlashNetwork(nn.Module):
 
     def logits(self, hidden: Tensor, head: Tensor, bias: Tensor | None = None) -> Tensor:
         """[..., H], the target's head [V, H] and perhaps its bias [V] → float32 [..., V]."""
-        return self.scaled(functional.linear(hidden, head, bias))
+        return self.scaled(functional.linear(hidden, head, bias)).float()
 
-    def scaled(self, raw: Tensor) -> Tensor:
-        """What the head gives, [..., V] → float32 logits, with the drafter's factor and cap."""
-        logits = raw.float()
-        if self.config.output_multiplier != 1.0:
-            logits = logits * self.config.output_multiplier
-        if (cap := self.config.final_logit_softcapping) is not None:
-            logits = torch.tanh(logits / cap) * cap
+    def scaled(self, logits: Tensor) -> Tensor:
+        """What the head gives, [..., V], with the drafter's factor and cap (then in float32)."""
+        multiplier, cap = self.config.output_multiplier, self.config.final_logit_softcapping
+        if multiplier != 1.0:
+            logits = logits.float() * multiplier
+        if cap is not None:
+            logits = torch.tanh(logits.float() / cap) * cap
         return logits
 
     def fuse(self, pack: bool | None = None) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
+from torch import Tensor
+
 from draft_service.context_pool import HeldContext
-from draft_service.messages import Answer, BlockRequest
+from draft_service.messages import Answer, BlockRequest, ChunkArrived
 from draft_service.refusals import ChunkRefused, ProposalRefused
 from draft_service.scheduler import Ticket
 from flashduet.sampling.params import Sampling
@@ -69,6 +71,22 @@ class Proposing:
 
 
 @dataclass(eq=False, slots=True)
+class Awaiting:
+    """Rows that another session brings, and what has come to follow them.
+
+    Attributes:
+        rows: promised.
+        end: where the rows that came meanwhile end.
+        chunks: those rows, each with its features [rows, width].
+    """
+
+    leader: Session
+    rows: int
+    end: int
+    chunks: list[tuple[ChunkArrived, Tensor]] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
 class Session:
     """One sequence's state on this replica.
 
@@ -77,6 +95,8 @@ class Session:
             engine, which works in order, so whatever is queued later sees them.
         expires_at: event-loop time, seconds, at which the lease is over.
         proposing: the proposal under way, if any; a newer one replaces it.
+        awaiting: the prefix that it was promised, until that can be adopted; the context is empty
+            meanwhile, or holds less of it.
     """
 
     session_id: bytes
@@ -86,11 +106,12 @@ class Session:
     context: HeldContext
     expires_at: float
     proposing: Proposing | None = None
+    awaiting: Awaiting | None = None
 
     @property
     def context_end(self) -> int:
-        """Rows of context taken in."""
-        return self.context.end
+        """Rows of context taken in, those promised included: the next chunk begins there."""
+        return self.context.end if self.awaiting is None else self.awaiting.end
 
     def refusal(self, reason: str, detail: str) -> ProposalRefused:
         return ProposalRefused(reason, detail, self.context_end)

@@ -17,12 +17,14 @@ class IngestWork:
 
     Attributes:
         base: absolute position of the first row.
+        token_ids: of the rows, one each.
         features: [rows, feature_width], in any floating dtype, on the engine's device.
         block_ids: of the context, with room for these rows.
     """
 
     context: Context
     base: int
+    token_ids: Sequence[int]
     features: Tensor
     block_ids: Sequence[int]
 
@@ -37,10 +39,10 @@ class IngestWork:
 
     def split(self, rows: int) -> tuple[IngestWork, IngestWork]:
         """The first `rows` rows, and the others."""
-        first, others = self.features[:rows], self.features[rows:]
+        context, ids, features = self.context, self.token_ids, self.features
         return (
-            IngestWork(self.context, self.base, first, self.block_ids),
-            IngestWork(self.context, self.base + rows, others, self.block_ids),
+            IngestWork(context, self.base, ids[:rows], features[:rows], self.block_ids),
+            IngestWork(context, self.base + rows, ids[rows:], features[rows:], self.block_ids),
         )
 
 

@@ -129,12 +129,15 @@ class GatewayPeer:
         target: TargetPeer,
         epoch: int = 0,
         sampling: pb.SamplingParams | None = None,
+        **more: object,
     ) -> dp.ProposeResponse:
-        message = dp.ProposeOpen(
-            target_instance_id=target.instance_id,
-            sampling=sampling or pb.SamplingParams(),
-            prompt_length=8,
-        )
+        """`more`: further fields of the message."""
+        fields: dict[str, object] = {
+            "target_instance_id": target.instance_id,
+            "sampling": sampling or pb.SamplingParams(),
+            "prompt_length": 8,
+        }
+        message = dp.ProposeOpen(**{**fields, **more})
         await self.send(session_id, epoch, open=message)
         return await self.receive()
 

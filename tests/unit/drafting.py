@@ -33,7 +33,8 @@ class DraftingEngine(Engine):
         """Rows for a context. They are written only when the work is stepped."""
         held.end = max(held.end, base + len(features))
         assert self.pool.has_room(held, 0)
-        return IngestWork(held.engine, base, features, tuple(held.table.block_ids))
+        token_ids = [7] * len(features)
+        return IngestWork(held.engine, base, token_ids, features, tuple(held.table.block_ids))
 
     def ingest(self, held: HeldContext, base: int, features: torch.Tensor) -> None:
         self.step([self.ingest_work(held, base, features)], [])

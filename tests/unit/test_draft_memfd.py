@@ -17,8 +17,8 @@ from flashduet.transport.options import TransportOptions
 from flashduet.v1 import common_pb2 as pb
 from flashduet.v1 import draft_pb2 as dp
 from tests.unit.draft_peers import TargetPeer
+from tests.unit.draft_running import Running, settings_for
 from tests.unit.drafting import engine_of
-from tests.unit.test_draft_service import Running, settings_for
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from flashduet import telemetry
 from flashduet.v1 import draft_pb2 as dp
-from tests.unit.test_draft_service import Running, running
+from tests.unit.draft_running import Running, running
 
 __all__ = ["running"]
 
