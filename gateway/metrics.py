@@ -24,6 +24,7 @@ from gateway.outcome import RequestEnd
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150, 600)
+_QUEUE_SECONDS = (0.0001, 0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60, 600)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _LENGTHS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 
@@ -64,6 +65,9 @@ class GatewayMetrics:
             "time_between_tokens_seconds",
             "Mean of each request: from its first to its last token, by the tokens of one answer.",
             _TOKEN_SECONDS,
+        )
+        self._queue = histogram(
+            "queue_seconds", "That a request's prompt waited for the target.", _QUEUE_SECONDS
         )
         self._whole = histogram("request_seconds", "From arrival to end, if completed.", _SECONDS)
         self._length = histogram(
@@ -112,6 +116,8 @@ class GatewayMetrics:
         for item in stats.undrafted_rounds:
             self._undrafted.labels(item.reason).inc(item.count)
         for phase in stats.phases:
+            if phase.phase == "prefill.queue":
+                self._queue.observe(phase.seconds)
             self._phases.labels(phase.phase).inc(phase.seconds)
         if stats.rounds:
             self._length.observe(stats.acceptance_length)

@@ -84,11 +84,12 @@ def _start(
     request: Request,
     messages: list[pb.GenerateRequest],
 ) -> Answers:
+    choices = max(messages[0].n, 1)
     return Answers(
         gateway,
         messages,
         traceparent=request.headers.get("traceparent", ""),
-        at_once=settings.http_prompts_at_once,
+        at_once=max(1, min(settings.http_prompts_at_once, gateway.max_requests // choices)),
         deadline_s=settings.default_deadline_s,
     )
 

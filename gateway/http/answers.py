@@ -7,9 +7,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flashduet.errors import DeadlineExceeded
+from flashduet.errors import DeadlineExceeded, Overloaded
 from flashduet.v1 import gateway_pb2 as pb
 from gateway.gateway import Gateway
+from gateway.outbox import Emit
 
 # Responses that may wait for a slow client before its request is held up.
 _UNREAD_RESPONSES = 8
@@ -27,7 +28,8 @@ class Answers:
     """Answers made in a task of their own and read one event at a time.
 
     The task is the requests' one owner from start to end, whoever reads; `close` cancels it. A few
-    prompts are answered at a time; the first that fails ends all.
+    prompts are answered at a time; the first that fails ends all. A prompt that finds no room while
+    others are being answered waits for it, so that what they cost is not thrown away.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class Answers:
         self._gateway = gateway
         self._traceparent = traceparent
         self._turns = asyncio.Semaphore(at_once)
+        # Prompts that the core has taken and not refused.
+        self._making = 0
         self._deadline = time.monotonic() + deadline_s
         self._unread: asyncio.Queue[Event | Exception | None] = asyncio.Queue(_UNREAD_RESPONSES)
         # How it ended, once that has been read; it can be read again.
@@ -79,13 +83,33 @@ class Answers:
         await self._unread.put(end)
 
     async def _answer(self, prompt: int, message: pb.GenerateRequest) -> None:
+        spoken = False
+
         async def emit(response: pb.GenerateResponse) -> None:
+            nonlocal spoken
+            spoken = spoken or response.HasField("chunk")
             await self._unread.put(Event(prompt, response))
 
         async with self._turns:
-            time_left_s = self._deadline - time.monotonic()
-            if time_left_s <= 0:
-                raise DeadlineExceeded("the request's time is over")
-            await self._gateway.answer(
-                message, emit, traceparent=self._traceparent, time_left_s=time_left_s
-            )
+            while True:
+                try:
+                    self._making += 1
+                    return await self._make(message, emit)
+                except Overloaded as refusal:
+                    if spoken or self._making == 1:
+                        raise
+                    wait_s = min(refusal.retry_after_s or 0.0, self._time_left_s())
+                finally:
+                    self._making -= 1
+                await asyncio.sleep(wait_s)
+
+    async def _make(self, message: pb.GenerateRequest, emit: Emit) -> None:
+        time_left_s = self._time_left_s()
+        if time_left_s <= 0:
+            raise DeadlineExceeded("the request's time is over")
+        await self._gateway.answer(
+            message, emit, traceparent=self._traceparent, time_left_s=time_left_s
+        )
+
+    def _time_left_s(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.0)

@@ -17,6 +17,7 @@ from gateway.http.fields import (
     REFUSED,
     UINT32,
     AnswerRequest,
+    Integer,
     Strict,
 )
 from gateway.http.generate import sampling_and_options
@@ -43,11 +44,11 @@ class ChatCompletionRequest(AnswerRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[RequestMessage], Field(fail_fast=True, min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=UINT32)] | None = Field(
+    max_completion_tokens: Annotated[Integer, Field(ge=1, le=UINT32)] | None = Field(
         default=None, description="Wins over max_tokens."
     )
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+    top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
         default=None, description="Only together with logprobs."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(

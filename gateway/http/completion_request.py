@@ -8,7 +8,7 @@ from pydantic import Field
 
 from flashduet.errors import InvalidRequest
 from flashduet.v1 import gateway_pb2 as pb
-from gateway.http.fields import MAX_LOGPROBS, REFUSED, AnswerRequest, TokenId
+from gateway.http.fields import MAX_LOGPROBS, REFUSED, AnswerRequest, Integer, TokenId
 from gateway.http.generate import sampling_and_options
 from gateway.tokenization import GenerationDefaults
 
@@ -29,7 +29,7 @@ class CompletionRequest(AnswerRequest):
 
     prompt: Prompt = Field(description="A text, token ids, or a list of either.")
     echo: bool | None = Field(default=None, description="Not together with logprobs.")
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     suffix: Literal[""] | None = Field(default=None, description=REFUSED)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from flashduet.sampling.params import MAX_PENALTY, MAX_REPETITION_PENALTY, MAX_TEMPERATURE
 from gateway.admission import MAX_STOP_CHARACTERS, MAX_STOP_IDS, MAX_STOPS
@@ -28,7 +28,14 @@ REFUSED = (
 )
 EXTENSION = "Not one of OpenAI's."
 
-TokenId = Annotated[int, Field(ge=0, le=UINT32)]
+
+def _integral(value: object) -> object:
+    """JSON has one kind of number: 1.0 is an integer, and some languages write it so."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_integral)]
+TokenId = Annotated[Integer, Field(ge=0, le=UINT32)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)]
 StopIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
@@ -63,7 +70,7 @@ class SpeculationOptions(Strict):
     """How the request is drafted. It never changes the answer."""
 
     mode: Literal["auto", "fixed", "off"] | None = None
-    block_length: Annotated[int, Field(ge=1, le=UINT32)] | None = Field(
+    block_length: Annotated[Integer, Field(ge=1, le=UINT32)] | None = Field(
         default=None, description="Anchor and draft tokens of a block."
     )
 
@@ -76,14 +83,14 @@ class AnswerRequest(Strict):
     stream_options: StreamOptions | None = Field(
         default=None, description="Only together with stream."
     )
-    max_tokens: Annotated[int, Field(ge=1, le=UINT32)] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    max_tokens: Annotated[Integer, Field(ge=1, le=UINT32)] | None = None
+    n: Annotated[Integer, Field(ge=1, le=128)] | None = None
     temperature: Temperature | None = Field(
         default=None, description="Absent: the checkpoint's own, else 1."
     )
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     # OpenAI's seeds are signed; a negative one stands for its 64-bit pattern.
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    seed: Annotated[Integer, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: StopString | StopStrings | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -91,7 +98,7 @@ class AnswerRequest(Strict):
 
     # Extensions that other servers have too.
     # -1 is what some of them call 0: keep all.
-    top_k: Annotated[int, Field(ge=-1, le=UINT32)] | None = Field(
+    top_k: Annotated[Integer, Field(ge=-1, le=UINT32)] | None = Field(
         default=None, description=EXTENSION
     )
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, description=EXTENSION)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import pairwise
 
 import pytest
 from openai.types import Completion
 
-from tests.unit.gateway_support import ids_of, plain_answer
+from flashduet.errors import Overloaded
+from tests.unit.gateway_support import ids_of, plain_answer, until
 from tests.unit.http_support import Http, pieces, texts
 
 pytest_plugins = ["tests.unit.http_fixtures"]
@@ -83,12 +85,25 @@ async def test_texts_of_a_batch_get_seeds_of_their_own(http: Http) -> None:
 
 
 async def test_a_large_batch_is_answered_a_few_at_a_time(http: Http) -> None:
-    # The gateway's own limit is 4 answers at a time here, and 8 are allowed for a batch.
-    settings = {"prompt": [f"{number}" for number in range(4)], "max_tokens": 3}
-    assert len((await http.post_completion(**settings)).json()["choices"]) == 4
+    # The gateway's own limit is 4 answers at a time here.
+    for n in (1, 2):
+        fields = {"prompt": [f"{number}" for number in range(9)], "max_tokens": 3, "n": n}
+        assert len((await http.post_completion(**fields)).json()["choices"]) == 9 * n
     refused = await http.post_completion(prompt=["a"] * 129)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "prompt"
+
+
+async def test_a_batch_that_finds_no_room_for_some_of_it_waits(http: Http) -> None:
+    http.stack.target.verify_delay_s = 0.05
+    other = asyncio.create_task(http.post(n=2, max_tokens=20, speculation={"mode": "off"}))
+    await until(lambda: http.stack.gateway.counts.active == 2)
+    body = (await http.post_completion(prompt=["a", "b", "c", "d"], max_tokens=3)).json()
+    assert len(body["choices"]) == 4
+    assert http.stack.gateway.counts.failed > 0, "some were refused at first"
+    assert (await other).status_code == 200
+    http.stack.target.refusal = Overloaded("16 sessions are open", 1.0)
+    assert (await http.post_completion(prompt=["a", "b", "c"])).status_code == 429
 
 
 async def test_nothing_of_a_batch_is_answered_if_one_prompt_cannot_be(http: Http) -> None:
