@@ -56,39 +56,42 @@ class Planner:
         """The next step of the sessions in `ready`; no step is under way."""
         if not ready:
             return Plan()
+        due: list[Seat] = []
+        unfinished: list[Seat] = []
+        for seat in ready:
+            (unfinished if not seat.running or _missing(seat) else due).append(seat)
+        rounds, rows = self._rounds(due)
+        # Nobody else to wait for and no prompt to pace: the usual way of a lone session.
+        if not unfinished and len(ready) == len(self._seating.seats):
+            return Plan(self._seated(rounds, now))
         decoding = [seat for seat in self._seating.seats if seat.decoding(now)]
-        rounds = self._rounds(ready)
-        rows = sum(rounds.values())
         if rounds:
-            until = self._pacing.gather_until(list(rounds), decoding, rows, now)
+            until = self._pacing.gather_until(due, decoding, rows, now)
             if until is not None:
                 return Plan(wait_s=until - now)
-        protected = [seat for seat in decoding if not seat.session.batch]
-        allowance = self._pacing.allowance(rows, protected, now)
-        chunks = self._chunks(ready, allowance.tokens, now)
-        turns = self._seated(rounds | chunks, now)
-        if turns:
-            return Plan(turns)
-        if allowance.ask_again is not None:
-            return Plan(wait_s=allowance.ask_again - now)
-        return Plan(wait_s=_LOOK_AGAIN_S)
+        ask_again = now + _LOOK_AGAIN_S
+        if unfinished:
+            protected = [seat for seat in decoding if not seat.session.batch]
+            allowance = self._pacing.allowance(rows, protected, now)
+            ask_again = allowance.ask_again or ask_again
+            rounds |= self._chunks(unfinished, allowance.tokens, now)
+        turns = self._seated(rounds, now)
+        return Plan(turns) if turns else Plan(wait_s=ask_again - now)
 
-    def _rounds(self, ready: set[Seat]) -> dict[Seat, int]:
-        """Rows of each round that fits into the step, in the order of their turns."""
-        due = [seat for seat in ready if seat.running and not _missing(seat)]
+    def _rounds(self, due: list[Seat]) -> tuple[dict[Seat, int], int]:
+        """Rows of each round that fits into the step, in the order of their turns; their sum."""
         rounds: dict[Seat, int] = {}
-        room = self._max_step_tokens
+        total = 0
         for seat in sorted(due, key=_turn_key):
             rows = _round_rows(seat)
-            if rounds and rows > room:
+            if rounds and total + rows > self._max_step_tokens:
                 break
             rounds[seat] = rows
-            room -= rows
-        return rounds
+            total += rows
+        return rounds, total
 
-    def _chunks(self, ready: set[Seat], tokens: int, now: float) -> dict[Seat, int]:
+    def _chunks(self, due: list[Seat], tokens: int, now: float) -> dict[Seat, int]:
         """Rows of each prompt's next chunk, `tokens` in all, in the order of their turns."""
-        due = [seat for seat in ready if not seat.running or _missing(seat)]
         chunks: dict[Seat, int] = {}
         # No younger session begins while an older one waits for room, or it would never find any.
         eldest_waiting: tuple[float, int] | None = None
@@ -102,7 +105,7 @@ class Planner:
                     if seat.waits_for is None:
                         eldest_waiting = min(seat.age_key, eldest_waiting or seat.age_key)
                     continue
-                if seat.job is not None and seat.answered is None:
+                if seat.answered is None:
                     self._seating.count_prompt(seat)
             # A preempted session may find all of its blocks again, and has its round at once.
             rows = min(_missing(seat), tokens, self._chunk_tokens) or _round_rows(seat)
@@ -113,7 +116,7 @@ class Planner:
     def _seated(self, wanted: dict[Seat, int], now: float) -> tuple[Turn, ...]:
         """Those of them that get their blocks, the oldest first: only younger ones give way."""
         seated: dict[Seat, int] = {}
-        for seat in sorted(wanted, key=_age_key):
+        for seat in sorted(wanted, key=_age_key) if len(wanted) > 1 else wanted:
             rows = wanted[seat]
             if not seat.running:
                 continue  # It gave way just now.

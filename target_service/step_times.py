@@ -48,10 +48,15 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._sizes = [_Size() for _ in _SIZES]
+        # Those of them that have seen a step, smallest first.
+        self._seen: list[_Size] = []
 
     def add(self, tokens: int, seconds: float) -> None:
         """Learn from a step of `tokens` rows."""
-        self._sizes[min(bisect_left(_SIZES, tokens), len(_SIZES) - 1)].add(tokens, seconds)
+        size = self._sizes[min(bisect_left(_SIZES, tokens), len(_SIZES) - 1)]
+        size.add(tokens, seconds)
+        if size.steps == 1:
+            self._seen = [size for size in self._sizes if size.steps]
 
     def predict(self, tokens: int) -> float | None:
         """Seconds of a step of `tokens` rows; None before the first step of all.
@@ -59,7 +64,7 @@ class StepTimes:
         Between two sizes that were seen on the line through both; below the smallest as long as
         that; above the largest on the line from the smallest, or in proportion to the only one.
         """
-        seen = [size for size in self._sizes if size.steps]
+        seen = self._seen
         if not seen:
             return None
         below: _Size | None = None
