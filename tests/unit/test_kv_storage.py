@@ -52,8 +52,8 @@ def test_sequences_do_not_touch_each_other(storage: KVStorage) -> None:
 
 def test_neighbouring_blocks_are_read_without_a_copy(storage: KVStorage) -> None:
     keys, values = storage.read(0, [3, 4, 5], 2, 11)
-    assert keys.data_ptr() == storage.keys[0][14].data_ptr()
-    assert values.data_ptr() == storage.values[0][14].data_ptr()
+    assert keys.data_ptr() == storage.keys[0][:, 14].data_ptr()
+    assert values.data_ptr() == storage.values[0][:, 14].data_ptr()
     # A run inside scattered blocks is one too.
     assert isinstance(storage.locate([7, 3, 4, 0], 5, 11), slice)
     assert not isinstance(storage.locate([7, 3, 4, 0], 3, 11), slice)
@@ -69,4 +69,30 @@ def test_positions_that_no_block_holds_are_refused(storage: KVStorage) -> None:
 
 
 def test_bytes_are_those_of_all_slots(storage: KVStorage) -> None:
+    # Four bytes a number.
     assert storage.nbytes == 8 * 4 * 4 * sum(shape.numbers for shape in SHAPES)
+
+
+def test_whole_blocks_are_gathered_in_the_order_given(storage: KVStorage) -> None:
+    truth = fill(storage, [6, 0, 1, 3], 16)
+    order = torch.tensor([0, 6, 6, 3])
+    for layer, (keys, values) in enumerate(truth):
+        room = None
+        for _ in range(2):
+            room = storage.fetch_blocks(layer, order, room)
+            for got, written in zip(room, (keys, values), strict=True):
+                wanted = [written[4:8], written[:4], written[:4], written[12:]]
+                assert torch.equal(got, torch.cat(wanted).transpose(0, 1))
+
+
+@pytest.mark.parametrize("block_ids", [[2, 3, 4, 5], [6, 0, 1, 3]])
+def test_cleared_slots_are_zero_and_no_others(storage: KVStorage, block_ids: list[int]) -> None:
+    truth = fill(storage, block_ids, 16)
+    storage.clear(storage.locate(block_ids, 5, 12))
+    for layer, (keys, _) in enumerate(truth):
+        keys[5:12] = 0
+        assert torch.equal(storage.read(layer, block_ids, 0, 16)[0], keys.transpose(0, 1))
+
+
+def test_slots_never_written_hold_finite_numbers(storage: KVStorage) -> None:
+    assert all(torch.isfinite(part).all() for part in (*storage.keys, *storage.values))
