@@ -1,19 +1,31 @@
-"""`flashduet generate`: one answer, streamed."""
+"""`flashduet generate`: one answer, streamed, or those to a file of prompts."""
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 from rich.text import Text
 
-from flashduet.client import AsyncClient, GenerateOptions, Generation, Message, Prompt
-from flashduet.models import served_name
+from flashduet.client import (
+    AsyncClient,
+    GenerateOptions,
+    Generation,
+    Message,
+    PositionLogprobs,
+    Prompt,
+    TokenLogprob,
+)
 from flashduet_cli import options
-from flashduet_cli.console import err, fail, note, phase_table, print_json, run
-from flashduet_cli.reach import serving, started, undrafted_if_unknown
+from flashduet_cli.batch.command import BatchFiles, answer_file, environment, refuse_mixed
+from flashduet_cli.console import err, fail, phase_table, print_json, run
+from flashduet_cli.reach import Where, reached
 from flashduet_cli.stack import StackConfig
 
 
@@ -28,6 +40,9 @@ def generate(
     top_p: options.TopP = None,
     top_k: options.TopK = None,
     min_p: options.MinP = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     stop: Annotated[
         list[str] | None,
@@ -35,6 +50,12 @@ def generate(
     ] = None,
     system: Annotated[
         str | None, typer.Option(help="A system message.", show_default=False)
+    ] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=20, help="Tell so many likely tokens with each one.", show_default=False
+        ),
     ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Take the prompt as it is, without a chat template.")
@@ -48,29 +69,51 @@ def generate(
     model: options.Model = None,
     drafter: options.Drafter = None,
     device: options.Device = None,
-    endpoint: options.Endpoint = options.DEFAULT_ENDPOINT,
+    endpoint: options.OwnEndpoint = None,
     start: Annotated[
         bool, typer.Option("--start", help="Start a stack even if one is reachable.")
     ] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for the whole answer.")] = 600.0,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            help='Answer a file: JSON lines with "prompt", "turns" or "messages", and "id".',
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where the answers to --file go; those that are there are not asked for again.",
+            show_default=False,
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=4096, help="Prompts of --file at a time.")
+    ] = 64,
     as_json: options.AsJson = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Stream an answer, from the stack at --endpoint or from one started for this call."""
+    """Stream an answer, or answer a whole file of prompts.
+
+    The stack at --endpoint is asked, or one started for this call.
+    """
     if no_draft and block_length is not None:
         fail("--no-draft and --block-length exclude each other", 2)
     if raw and system is not None:
         fail("--raw takes the prompt as it is; it has no place for --system", 2)
-    text = _utf8(_read_prompt(prompt), "the prompt")
-    question: Prompt = text
-    if system is not None:
-        question = [Message("system", _utf8(system, "--system")), Message("user", text)]
+    refuse_mixed(prompt, file, out)
+    instructions = None if system is None else _utf8(system, "--system")
     asked: GenerateOptions = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
         "min_p": min_p,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty,
+        "top_logprobs": logprobs,
         "seed": seed,
         "stop": [_utf8(end, "--stop") for end in stop or []],
         "speculation": "off" if no_draft else None,
@@ -85,39 +128,30 @@ def generate(
         dtype=dtype,
         device=device,
         free_ports=True,
+        env={} if file is None else environment(concurrency),
     )
     own = {"--dtype": dtype, "--drafter": drafter, "--device": device}
-    given = [name for name, value in own.items() if value is not None]
-    run(_generate(question, asked, config, endpoint, start, given, as_json, verbose))
+    where = Where(
+        endpoint=endpoint,
+        start=start,
+        config=config,
+        own=tuple(name for name, value in own.items() if value is not None),
+        verbose=verbose,
+    )
+    if file is not None and out is not None:
+        files = BatchFiles(file, out, concurrency)
+        run(answer_file(files, asked, instructions, where, as_json))
+        return
+    text = _utf8(_read_prompt(prompt), "the prompt")
+    question: Prompt = text
+    if instructions is not None:
+        question = [Message("system", instructions), Message("user", text)]
+    run(_generate(question, asked, where, as_json))
 
 
-async def _generate(
-    question: Prompt,
-    asked: GenerateOptions,
-    config: StackConfig,
-    endpoint: str,
-    start: bool,
-    given: list[str],
-    as_json: bool,
-    verbose: bool,
-) -> None:
+async def _generate(question: Prompt, asked: GenerateOptions, where: Where, as_json: bool) -> None:
     async with AsyncExitStack() as exits:
-        if not start and await serving(endpoint):
-            if given:
-                fail(
-                    f"{' and '.join(given)} can only be chosen for a stack that this command "
-                    f"starts, and one is running at {endpoint}; add --start, or give the option "
-                    "to `flashduet up`",
-                    2,
-                )
-            asked["model"] = None if config.model is None else served_name(config.model)
-        else:
-            if not start:
-                note(f"no stack at {endpoint}; starting one for this call")
-            stack = await exits.enter_async_context(
-                started(undrafted_if_unknown(config), verbose=verbose)
-            )
-            endpoint = stack.endpoint
+        endpoint, asked["model"] = await exits.enter_async_context(reached(where))
         client = await exits.enter_async_context(AsyncClient(endpoint))
         stream = await exits.enter_async_context(client.generate(question, **asked))
         async for chunk in stream:
@@ -154,6 +188,7 @@ def _utf8(text: str, name: str) -> str:
 
 def summary(generation: Generation) -> dict[str, object]:
     """The object that --json prints; seconds are wall-clock, phases too."""
+    told = [_position(position) for position in generation.logprobs]
     return {
         "text": generation.text,
         "token_ids": generation.token_ids,
@@ -168,12 +203,46 @@ def summary(generation: Generation) -> dict[str, object]:
         "seconds": generation.seconds,
         "tokens_per_second": generation.tokens_per_second,
         "phases": dict(generation.speculation.phases),
+        **({"logprobs": told} if told else {}),
     }
+
+
+def _position(position: PositionLogprobs) -> dict[str, object]:
+    return {**_token(position.chosen), "top": [_token(token) for token in position.top]}
+
+
+def _token(token: TokenLogprob) -> dict[str, object]:
+    return {
+        "token_id": token.token_id,
+        "token": token.token.decode(errors="replace"),
+        "bytes": list(token.token),
+        "logprob": token.logprob,
+    }
+
+
+def _logprob_table(positions: Sequence[PositionLogprobs]) -> Table:
+    """A row a token: its probability under the raw model, and the most likely ones instead."""
+    table = Table("token", "probability", "most likely", title="tokens", title_justify="left")
+    table.columns[1].justify = "right"
+    for position in positions:
+        likely = ", ".join(f"{_shown(token)} {_percent(token)}" for token in position.top)
+        table.add_row(Text(_shown(position.chosen)), _percent(position.chosen), Text(likely))
+    return table
+
+
+def _shown(token: TokenLogprob) -> str:
+    return repr(token.token.decode(errors="backslashreplace"))
+
+
+def _percent(token: TokenLogprob) -> str:
+    return f"{100 * math.exp(token.logprob):.1f} %"
 
 
 def _print_summary(generation: Generation, sampled: bool) -> None:
     sys.stdout.write("\n")
     sys.stdout.flush()
+    if generation.logprobs:
+        err.print(_logprob_table(generation.logprobs))
     report = generation.speculation
     rounds = "round" if report.rounds == 1 else "rounds"
     line = (

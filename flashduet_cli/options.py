@@ -13,6 +13,16 @@ DEFAULT_ENDPOINT = "127.0.0.1:50050"
 Endpoint = Annotated[
     str, typer.Option(help="The gateway's gRPC address.", envvar="FLASHDUET_ENDPOINT")
 ]
+# Of commands that start a stack of their own where none is named.
+OwnEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        help=f"The gateway's gRPC address. Default: {DEFAULT_ENDPOINT}, or a stack of the call's "
+        "own where none serves there.",
+        envvar="FLASHDUET_ENDPOINT",
+        show_default=False,
+    ),
+]
 Model = Annotated[
     str | None,
     typer.Option(help="Target: default, a folder, a .gguf file, or a Hub id.", show_default=False),
@@ -49,6 +59,18 @@ TopK = Annotated[
 MinP = Annotated[
     float | None,
     typer.Option(help="Drop tokens under this times the likeliest one.", show_default=False),
+]
+PresencePenalty = Annotated[
+    float | None,
+    typer.Option(help="Off the logits of tokens in the answer, -2 to 2.", show_default=False),
+]
+FrequencyPenalty = Annotated[
+    float | None,
+    typer.Option(help="The same, times how often they are there.", show_default=False),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(help="Weakens tokens of prompt and answer; 1 does not.", show_default=False),
 ]
 Seed = Annotated[
     int | None, typer.Option(min=0, help="Key of the sampling noise.", show_default=False)

@@ -6,20 +6,71 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import grpc
 
 from flashduet.errors import ConfigurationError, Unavailable
 from flashduet.healthcheck import Health, probe
+from flashduet.models import served_name
 from flashduet.rpc import open_channel
 from flashduet.v1 import gateway_pb2, gateway_pb2_grpc
-from flashduet_cli.console import err, log_line, note
+from flashduet_cli.console import err, fail, log_line, note
+from flashduet_cli.options import DEFAULT_ENDPOINT
 from flashduet_cli.pull import pull_in_thread
 from flashduet_cli.stack import Stack, StackConfig
 
 # A stack that is loading its models is waited for rather than doubled.
 LOADING_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Which gateway a command wants.
+
+    Attributes:
+        endpoint: the one named; None takes the usual one if it is there, else starts a stack.
+        start: start a stack in any case.
+        config: of a stack that is started.
+        own: options given that only such a stack can follow.
+    """
+
+    endpoint: str | None
+    start: bool
+    config: StackConfig
+    own: tuple[str, ...]
+    verbose: bool
+
+
+@asynccontextmanager
+async def reached(where: Where) -> AsyncIterator[tuple[str, str | None]]:
+    """The address of a gateway that serves for the block's time, and the model to ask for by name.
+
+    Raises:
+        FlashduetError: nobody answers at the address that was named, or no stack came up.
+    """
+    endpoint = where.endpoint or DEFAULT_ENDPOINT
+    if not where.start and await serving(endpoint):
+        if where.own:
+            fail(
+                f"{' and '.join(where.own)} can only be chosen for a stack that this command "
+                f"starts, and one is running at {endpoint}; add --start, or give the option "
+                "to `flashduet up`",
+                2,
+            )
+        model = where.config.model
+        yield endpoint, None if model is None else served_name(model)
+        return
+    if not where.start:
+        if where.endpoint is not None:
+            raise Unavailable(
+                f"--endpoint {endpoint}: no gateway answers there; start one with `flashduet up`, "
+                "or leave --endpoint out (or add --start) for a stack of this call's own"
+            )
+        note(f"no stack at {endpoint}; starting one for this call")
+    config = undrafted_if_unknown(where.config)
+    async with started(config, verbose=where.verbose) as stack:
+        yield stack.endpoint, None
 
 
 async def serving(endpoint: str) -> bool:

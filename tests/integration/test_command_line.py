@@ -46,9 +46,9 @@ def is_running(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-def test_generate_starts_a_stack_for_the_call_when_none_is_reachable(models):
+def test_generate_starts_a_stack_of_its_own(models):
     result = flashduet(
-        *("generate", "--json", "--endpoint", "127.0.0.1:1", "--max-tokens", "12"),
+        *("generate", "--json", "--start", "--max-tokens", "12"),
         *("--temperature", "20", "--seed", "5", "--block-length", "4", "--dtype", "float32"),
         *models,
         input="hello",

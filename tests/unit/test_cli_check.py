@@ -41,6 +41,9 @@ class Services(ScriptedGateway):
         yield pb.GenerateResponse(started=pb.GenerateStarted(model="tiny"))
         yield pb.GenerateResponse(chunk=pb.GenerateChunk(token_ids=tokens))
         yield pb.GenerateResponse(
+            finished=pb.GenerateFinished(finish_reason=pb.FINISH_REASON_LENGTH)
+        )
+        yield pb.GenerateResponse(
             complete=pb.GenerateComplete(
                 finish_reason=pb.FINISH_REASON_LENGTH,
                 usage=pb.Usage(prompt_tokens=self.prompt_tokens, completion_tokens=len(tokens)),

@@ -1,0 +1,1 @@
+"""Answers a file of prompts: `flashduet generate --file prompts.jsonl --out answers.jsonl`."""
