@@ -44,15 +44,24 @@ class CompletionLogprobsWriter:
     def write(self, positions: Sequence[common.PositionLogprobs]) -> CompletionLogprobs:
         offsets = []
         for position in positions:
-            offsets.append(self._offset)
-            if self._in_text(position.chosen.token_id):
-                self._offset += len(self._decoder.decode(position.chosen.token_bytes))
+            token = position.chosen.token_bytes
+            shown = self._in_text(position.chosen.token_id)
+            # A character that was begun and is not gone on with shows as one U+FFFD before this.
+            broken_off = shown and bool(self._decoder.getstate()[0]) and not _goes_on(token)
+            offsets.append(self._offset + broken_off)
+            if shown:
+                self._offset += len(self._decoder.decode(token))
         return CompletionLogprobs(
             tokens=[token_text(position.chosen.token_bytes) for position in positions],
             token_logprobs=[_finite(position.chosen.logprob) for position in positions],
             top_logprobs=[_by_token(position) for position in positions],
             text_offset=offsets,
         )
+
+
+def _goes_on(token: bytes) -> bool:
+    """Whether it begins with a byte from the middle of a character."""
+    return bool(token) and 0x80 <= token[0] < 0xC0
 
 
 def token_text(token: bytes) -> str:

@@ -7,7 +7,7 @@ what is sent are the same. A field that was not set is not sent.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -62,13 +62,18 @@ class MetaInfo(Shape):
     spec_accept_length: float | None = None
 
 
-class Answer(Shape):
+Choice = TypeVar("Choice", bound=Shape)
+
+
+class Answer(Shape, Generic[Choice]):
     """What whole answers and pieces of streams share."""
 
     id: str
+    object: str
     created: int
     model: str
     system_fingerprint: str
+    choices: list[Choice]
     usage: Usage | None = None
     flashduet: FlashduetStats | None = None
     meta_info: MetaInfo | None = None
@@ -102,9 +107,8 @@ class ChatChoice(Shape):
     finish_reason: FinishReason
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(Answer[ChatChoice]):
     object: Literal["chat.completion"]
-    choices: list[ChatChoice]
 
 
 class ChatDelta(Shape):
@@ -119,9 +123,8 @@ class ChatChunkChoice(Shape):
     finish_reason: FinishReason | None
 
 
-class ChatCompletionChunk(Answer):
+class ChatCompletionChunk(Answer[ChatChunkChoice]):
     object: Literal["chat.completion.chunk"]
-    choices: list[ChatChunkChoice]
 
 
 class CompletionLogprobs(Shape):
@@ -138,11 +141,10 @@ class CompletionChoice(Shape):
     finish_reason: FinishReason | None
 
 
-class Completion(Answer):
+class Completion(Answer[CompletionChoice]):
     """Also each piece of a stream."""
 
     object: Literal["text_completion"]
-    choices: list[CompletionChoice]
 
 
 class Model(Shape):
