@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from flashduet.errors import Overloaded
+from gateway.http.chat_request import ChatCompletionRequest
+from gateway.http.completion_request import CompletionRequest
 from gateway.tokenization import Tokenizer
 from tests.unit.gateway_support import CONTEXT_WINDOW, ask, ids_of, until
 from tests.unit.http_support import HELLO, Http, serve_http
@@ -141,3 +144,10 @@ async def test_the_schema_says_where_a_key_is_needed(toy_tokenizer: Tokenizer) -
         assert schema["paths"]["/metrics"]["get"]["security"] == [{"ApiKey": []}]
         assert "security" not in schema["paths"]["/health"]["get"]
         assert schema["components"]["securitySchemes"]["ApiKey"]["scheme"] == "bearer"
+
+
+def test_the_documentation_lists_every_field() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    listed = set(re.findall(r"`([a-z_0-9.]+)`", text))
+    for model in (ChatCompletionRequest, CompletionRequest):
+        assert model.model_fields.keys() <= listed | {"stream_options"}
