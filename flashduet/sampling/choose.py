@@ -86,18 +86,22 @@ def choose_draft_blocks(logits: torch.Tensor, blocks: Sequence[RowBlock]) -> lis
     """
     table = _table(logits, blocks)
     tokens = _choose(table, blocks)
-    confidence = probabilities(table, tokens, blocks)
+    unsettled = [block.sampling.needs_history and block.rows > 1 for block in blocks]
+    confidence = [0.0] * table.rows
+    if not all(unsettled):
+        confidence = probabilities(table, tokens, blocks)
     results = [
         DraftChoice(chosen, sure)
         for chosen, sure in zip(
             _by_block(tokens.tolist(), blocks), _by_block(confidence, blocks), strict=True
         )
     ]
+    start = 0
     for i, block in enumerate(blocks):
-        if block.sampling.needs_history and block.rows > 1:
-            start = sum(before.rows for before in blocks[:i])
+        if unsettled[i]:
             rows = logits[start : start + block.rows]
             results[i] = _settled(rows, block, results[i].tokens, start)
+        start += block.rows
     return results
 
 

@@ -13,10 +13,14 @@ import numpy.typing as npt
 import torch
 
 from flashduet.errors import FlashduetError
+from flashduet.sampling.elementary import FloatArray
 from flashduet.sampling.noise import GROUP, Ids
 from flashduet.sampling.penalties import RowBlock, penalize
 
 Values = npt.NDArray[np.float32]
+
+# Below it the division could leave float32's range, and the best token has all the mass anyway.
+LEAST_TEMPERATURE = 1e-6
 
 
 class BadLogits(FlashduetError):
@@ -75,6 +79,7 @@ class LogitTable:
                     penalize(padded, start, block, self.vocabulary)
                 start += block.rows
         self._groups = padded.view(self.rows * groups, GROUP)
+        self._wide = padded
         self._groups_in_row = groups
         self.group_maxima: Values = (
             self._groups.amax(-1).view(self.rows, groups).cpu().numpy()  # amax hands NaN on
@@ -103,27 +108,62 @@ class LogitTable:
         groups = self.group_maxima[rows].argmax(axis=1)
         return groups * GROUP + self.group_values(rows, groups).argmax(axis=1)
 
-    def log_masses(self) -> npt.NDArray[np.float64]:
-        """[n]: of each row the natural logarithm of the sum of exp(logit).
+    def softmax(
+        self, rows: Ids, temperatures: FloatArray, logits: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Probabilities of whole rows at some temperatures, on the logits' device.
 
-        Added up within groups and then over them, so that a row's sum does not depend on the others
-        nor on how a library splits long rows among threads.
+        In float32, whose error is small enough for what is decided elsewhere where it matters. A
+        row's do not depend on the other rows.
+
+        Args:
+            rows, temperatures: [m]; rows ascending, temperatures of LEAST_TEMPERATURE and above.
+            logits: `wide(rows)`, if it is at hand; it is overwritten.
+
+        Returns:
+            float32 [m, V or more], 0 past the vocabulary.
         """
-        wide = self._groups.view(self.rows, self._groups_in_row, GROUP)
-        maxima = torch.from_numpy(self.maxima).to(wide.device)
-        sums = (wide - maxima[:, None, None]).exp_().sum(-1).cpu().numpy()
-        return np.asarray(np.log(sums.sum(axis=1, dtype=np.float64)) + self.maxima)
+        if logits is None and len(rows) == self.rows and (temperatures == 1).all():
+            return self._wide.softmax(-1)
+        logits = self.wide(rows) if logits is None else logits
+        maxima = torch.from_numpy(self.maxima[rows]).to(logits.device)
+        divisors = torch.from_numpy(temperatures).to(torch.float32).to(logits.device)
+        return logits.sub_(maxima[:, None]).div_(divisors[:, None]).softmax(-1)
+
+    def log_masses(self) -> FloatArray:
+        """[n]: of each row the natural logarithm of the sum of exp(logit)."""
+        best = self.softmax(np.arange(self.rows), np.ones(self.rows)).amax(-1).double()
+        return np.asarray(self.maxima - best.log().cpu().numpy())
+
+    def wide(self, rows: Ids) -> torch.Tensor:
+        """Logits [len(rows), V or more], on their device; -inf past the vocabulary."""
+        index = torch.from_numpy(rows).to(self._groups.device)
+        return self._wide.index_select(0, index)
 
     def row(self, row: int) -> Values:
         """All V logits of a row."""
-        wide = self._groups.view(self.rows, -1)
-        return wide[row, : self.vocabulary].cpu().numpy()
+        return self._wide[row, : self.vocabulary].cpu().numpy()
 
-    def at_least(self, row: int, value: np.float32) -> tuple[Ids, Values]:
-        """Ids, ascending, and logits of the row's tokens whose logit is `value` or more."""
-        groups = np.flatnonzero(self.group_maxima[row] >= value)
-        found = self.group_values(np.full(len(groups), row), groups)
-        where, slot = np.nonzero(found >= value)
-        ids = groups[where] * GROUP + slot
-        inside = ids < self.vocabulary  # only matters for value = -inf
-        return ids[inside], found[where, slot][inside]
+    def heads(self, rows: Ids, least: Values) -> list[tuple[Ids, Values]]:
+        """Of each row the ids and logits of its tokens at `least` or above, -inf left out.
+
+        Largest logits first, equal ones by id.
+        """
+        maxima = self.group_maxima[rows]
+        at, groups = np.nonzero((maxima >= least[:, None]) & (maxima > -np.inf))
+        found = self.group_values(rows[at], groups)
+        pair, slot = np.nonzero((found >= least[at, None]) & (found > -np.inf))
+        row, values, ids = at[pair], found[pair, slot], groups[pair] * GROUP + slot
+        # Ids ascend within a row, and the sort is stable.
+        order = np.lexsort((-values, row))
+        ids, values = ids[order], values[order]
+        ends = np.searchsorted(row, np.arange(1, len(rows)))
+        return list(zip(np.split(ids, ends), np.split(values, ends), strict=True))
+
+    def least_of_best(self, rows: Ids, count: int) -> Values:
+        """Of each row a logit at or above which it has `count` tokens, if it has as many at all."""
+        maxima = self.group_maxima[rows]
+        if count >= maxima.shape[1]:
+            return np.full(len(rows), -np.inf, dtype=np.float32)
+        # The `count` best groups hold a token each at or above the least of their maxima.
+        return np.asarray(np.partition(maxima, -count, axis=1)[:, -count])

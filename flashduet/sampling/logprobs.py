@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 
 from flashduet.sampling.logit_table import LogitTable
-from flashduet.sampling.noise import GROUP
 from flashduet.sampling.position_logprobs import (
     MAX_TOP_LOGPROBS,
     PositionLogprobs,
@@ -63,28 +62,13 @@ def _most_likely(
     """Of each row the `count` most likely tokens, best first, equal ones by id."""
     if count == 0:
         return [[] for _ in range(table.rows)]
-    maxima = table.group_maxima
-    # The `count` best groups hold as many tokens at or above their least maximum.
-    least = np.full(table.rows, -np.inf, dtype=np.float32)
-    if count < maxima.shape[1]:
-        least = np.partition(maxima, -count, axis=1)[:, -count]
-    at, groups = np.nonzero((maxima >= least[:, None]) & (maxima > -np.inf))
-    found = table.group_values(at, groups)
-    pair, slot = np.nonzero((found >= least[at, None]) & (found > -np.inf))
-    row, values, ids = at[pair], found[pair, slot], groups[pair] * GROUP + slot
-    # Ids ascend within a row, and the sort is stable.
-    order = np.lexsort((-values, row))
-    row, ids, logprobs = row[order], ids[order], (values - masses[row])[order]
-    ends = np.searchsorted(row, np.arange(table.rows), side="right")
-    starts = np.searchsorted(row, np.arange(table.rows), side="left")
+    rows = np.arange(table.rows)
     return [
         [
             TokenLogprob(token_id, logprob)
             for token_id, logprob in zip(
-                ids[start : min(end, start + count)].tolist(),
-                logprobs[start : min(end, start + count)].tolist(),
-                strict=True,
+                ids[:count].tolist(), (values[:count] - masses[row]).tolist(), strict=True
             )
         ]
-        for start, end in zip(starts, ends, strict=True)
+        for row, (ids, values) in enumerate(table.heads(rows, table.least_of_best(rows, count)))
     ]

@@ -57,11 +57,32 @@ def group_noise(keys: Keys, groups: Ids) -> tuple[FloatArray, Ids]:
     return minima, groups * GROUP + (bits & np.uint64(GROUP - 1)).astype(np.int64)
 
 
+def nearly_group_noise(keys: Keys, groups: Ids) -> tuple[FloatArray, Ids]:
+    """Largest Gumbel variate of each group, off by less than 1e-11, and the id that holds it.
+
+    By the library's log, which is several times faster: good for bounds, never for a score.
+    """
+    bits = _hash(keys, groups, domain=1)
+    noise = -np.log(np.log(_uniform(bits)) * (-1.0 / GROUP))
+    return noise, groups * GROUP + (bits & np.uint64(GROUP - 1)).astype(np.int64)
+
+
 def exponentials(keys: Keys, token_ids: Ids) -> FloatArray:
     """Standard exponential of each token; `keys` and `token_ids` broadcast. Always above 0."""
-    minima, leaders = group_noise(keys, token_ids // GROUP)
-    rest = _exponential(_hash(keys, token_ids, domain=0))
+    groups = token_ids // GROUP
+    bits = _hash(keys, groups, domain=1)
+    leaders = groups * GROUP + (bits & np.uint64(GROUP - 1)).astype(np.int64)
+    # In one array, since on short ones a logarithm's cost is that of its many calls.
+    minima, rest = _exponential(np.stack([bits, _hash(keys, token_ids, domain=0)]))
+    minima *= 1.0 / GROUP
     return np.where(leaders == token_ids, minima, minima + rest)
+
+
+def nearly_gumbels(keys: Keys, token_ids: Ids) -> FloatArray:
+    """Standard Gumbel variate of each token, off by less than 1e-11: for bounds, as above."""
+    noise, leaders = nearly_group_noise(keys, token_ids // GROUP)
+    rest = -np.log(_uniform(_hash(keys, token_ids, domain=0)))
+    return np.where(leaders == token_ids, noise, -np.log(np.exp(-noise) + rest))
 
 
 def gumbels(keys: Keys, token_ids: Ids) -> FloatArray:
@@ -94,6 +115,9 @@ def _hash(keys: Keys, counters: Ids, domain: int) -> Keys:
 
 
 def _exponential(bits: Keys) -> FloatArray:
-    """-log(u), u = (2 k + 1) / 2^53 with k the top 52 bits: never 0 or 1, and never rounded."""
-    u = ((bits >> np.uint64(12)) * np.uint64(2) + np.uint64(1)).astype(np.float64) * 2.0**-53
-    return -log(u)
+    return -log(_uniform(bits))
+
+
+def _uniform(bits: Keys) -> FloatArray:
+    """(2 k + 1) / 2^53 with k the top 52 bits: never 0 or 1, and never rounded."""
+    return ((bits >> np.uint64(11)) | np.uint64(1)).astype(np.float64) * 2.0**-53

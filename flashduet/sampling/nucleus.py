@@ -11,19 +11,24 @@ it is less than top_p times the total, which keeps at least the first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from flashduet.sampling.elementary import FloatArray, exp
-from flashduet.sampling.logit_table import LogitTable, Values
+from flashduet.sampling.logit_table import LEAST_TEMPERATURE, LogitTable, Values
 from flashduet.sampling.noise import GROUP, Ids
 from flashduet.sampling.params import Sampling
 
 MASS_UNITS = 2.0**40
 # exp(-64) is less than half a unit, so nothing is lost where exp's argument is held up here.
 _LEAST_DISTANCE = -64.0
+# More, relative to the total, than float32 sums over a row differ from exact ones: 64 units in the
+# last place of exp's argument at most, where its value counts, and some tens of exp and of the sum.
+_ROW_MARGIN = 5e-5
 # In a row of any size, so many groups are always worth picking out.
 _FEW_GROUPS = 8
 
@@ -49,23 +54,29 @@ def masses(distance: FloatArray) -> Ids:
     return np.rint(exp(np.maximum(distance, _LEAST_DISTANCE)) * MASS_UNITS).astype(np.int64)
 
 
-def top_k_cut(table: LogitTable, row: int, sampling: Sampling) -> Cut:
-    """Where top-k, and top-p within it, end in a row. `sampling.top_k` must be 1 to V - 1."""
-    k = sampling.top_k
-    groups = table.group_maxima.shape[1]
-    # The k best groups hold k tokens at or above the k-th best maximum: nothing below can matter.
-    floor = -np.inf if k >= groups else np.partition(table.group_maxima[row], -k)[-k]
-    ids, values = table.at_least(row, np.float32(floor))
-    least = np.partition(values, -k)[-k]
-    above = np.flatnonzero(values > least)
-    equal = np.flatnonzero(values == least)[: k - len(above)]
-    best = np.concatenate([above, equal])
-    best = best[np.argsort(-values[best], kind="stable")]
+def top_k_cuts(table: LogitTable, rows: Ids, samplings: Sequence[Sampling]) -> list[Cut]:
+    """Where top-k, and top-p within it, end in each row; every top_k must be 1 to V - 1."""
+    least = np.array(
+        [
+            table.least_of_best(rows[i : i + 1], sampling.top_k)[0]
+            for i, sampling in enumerate(samplings)
+        ]
+    )
+    return [
+        _top_k_cut(ids, values, sampling)
+        for (ids, values), sampling in zip(table.heads(rows, least), samplings, strict=True)
+    ]
+
+
+def _top_k_cut(ids: Ids, values: Values, sampling: Sampling) -> Cut:
+    """The cut in a row's best tokens, in order. -inf tokens are not among them: never chosen."""
+    ids, values = ids[: sampling.top_k], values[: sampling.top_k]
+    last = len(ids) - 1
     if sampling.top_p < 1:
-        mass = masses(distances(values[best], float(table.maxima[row]), sampling.temperature))
+        mass = masses(distances(values, float(values[0]), sampling.temperature))
         before = np.cumsum(mass) - mass
-        best = best[: np.searchsorted(before, _limit(sampling.top_p, int(mass.sum())))]
-    return Cut(float(values[best[-1]]), int(ids[best[-1]]) + 1)
+        last = int(np.searchsorted(before, _limit(sampling.top_p, int(mass.sum())))) - 1
+    return Cut(float(values[last]), int(ids[last]) + 1)
 
 
 class Nucleus:
@@ -82,7 +93,6 @@ class Nucleus:
         self._table, self._rows = table, rows
         self._maxima = table.maxima[rows].astype(np.float64)
         self._temperatures, self._top_p = temperatures, top_p
-        self._masses: dict[int, tuple[FloatArray, float]] = {}
 
     def holds(self, which: Ids, tokens: Ids, values: Values) -> npt.NDArray[np.bool_]:
         """Is the token, with its logit, of each of the rows `which` (indices into `rows`) kept?"""
@@ -104,22 +114,29 @@ class Nucleus:
         own = np.exp(distances(values, self._maxima[which], self._temperatures[which]))
         before += own * _sums(at[pair], ties, len(which))
         kept = before + self._margin(total) < top_p * total
-        for i in np.flatnonzero(~kept):
-            kept[i] = self._holds(int(which[i]), int(tokens[i]), values[i])
+        rest = np.flatnonzero(~kept)
+        if len(rest):
+            kept[rest] = self._hold_by_rows(which[rest], tokens[rest], values[rest])
         return np.asarray(kept)
 
-    def _holds(self, i: int, token: int, value: np.float32) -> bool:
-        values, top_p = self._table.row(int(self._rows[i])), float(self._top_p[i])
-        if i not in self._masses:
-            mass = np.exp(self._distances(i, values))
-            self._masses[i] = mass, float(mass.sum())
-        mass, total = self._masses[i]
-        ties = np.flatnonzero(values == value)
-        before = mass @ (values > value) + mass[token] * np.count_nonzero(ties < token)
-        gap = top_p * total - before
-        if abs(gap) > self._margin(total):
-            return bool(gap > 0)
-        return self._holds_exactly(i, token, value)
+    def _hold_by_rows(self, which: Ids, tokens: Ids, values: Values) -> npt.NDArray[np.bool_]:
+        """As `holds`, by adding up whole rows in float32; exact sums where that can't tell."""
+        top_p, rows = self._top_p[which], self._rows[which]
+        logits = self._table.wide(rows)
+        first = logits >= torch.from_numpy(values).to(logits.device)[:, None]
+        for row, token in enumerate(tokens.tolist()):
+            first[row, token:] = logits[row, token:] > float(values[row])
+        mass = self._table.softmax(
+            rows, np.maximum(self._temperatures[which], LEAST_TEMPERATURE), logits
+        )
+        total = mass.sum(-1).double().cpu().numpy()
+        gap = top_p * total - mass.mul_(first).sum(-1).double().cpu().numpy()
+        kept = gap > 0
+        unsure = ~(np.abs(gap) > _ROW_MARGIN * total)
+        unsure |= self._temperatures[which] < LEAST_TEMPERATURE
+        for i in np.flatnonzero(unsure):
+            kept[i] = self._holds_exactly(int(which[i]), int(tokens[i]), values[i])
+        return np.asarray(kept)
 
     def _holds_exactly(self, i: int, token: int, value: np.float32) -> bool:
         values = self._table.row(int(self._rows[i]))
@@ -131,7 +148,7 @@ class Nucleus:
     def _distances(self, i: int, values: Values) -> FloatArray:
         return distances(values, float(self._maxima[i]), float(self._temperatures[i]))
 
-    def _margin(self, total: FloatArray | float) -> FloatArray | float:
+    def _margin(self, total: FloatArray) -> FloatArray:
         """More than exact sums can differ from floating-point ones, in masses of the best token.
 
         Rounding to units moves a sum by at most half a unit a token. The rest covers np.exp and

@@ -26,11 +26,18 @@ import numpy.typing as npt
 
 from flashduet.sampling.elementary import FloatArray, log
 from flashduet.sampling.logit_table import LogitTable, Values
-from flashduet.sampling.noise import GROUP, Ids, exponentials, group_noise, row_keys
-from flashduet.sampling.nucleus import Nucleus, distances, top_k_cut
+from flashduet.sampling.noise import (
+    GROUP,
+    Ids,
+    exponentials,
+    nearly_group_noise,
+    nearly_gumbels,
+    row_keys,
+)
+from flashduet.sampling.nucleus import Nucleus, distances, top_k_cuts
 from flashduet.sampling.params import Sampling
 
-# Far more than np.log and our log can differ by (about 1e-14), far less than matters for speed.
+# Far more than the nearly exact noise is off by (1e-11), far less than matters for speed.
 _SLACK = 1e-9
 
 
@@ -59,23 +66,23 @@ class Race:
         )
         self.cut_values = np.full(len(rows), -np.inf, dtype=np.float32)
         self.cut_ends = np.full(len(rows), table.vocabulary, dtype=np.int64)
-        for i, sampling in enumerate(samplings):
-            if 0 < sampling.top_k < table.vocabulary:
-                cut = top_k_cut(table, int(self._rows[i]), sampling)
-                self.cut_values[i], self.cut_ends[i] = cut.value, cut.end
-                self._top_p[i] = 1.0  # done within top-k
+        cut = [i for i, s in enumerate(samplings) if 0 < s.top_k < table.vocabulary]
+        if cut:
+            cuts = top_k_cuts(table, self._rows[cut], [samplings[i] for i in cut])
+            self.cut_values[cut] = [c.value for c in cuts]
+            self.cut_ends[cut] = [c.end for c in cuts]
+            self._top_p[cut] = 1.0  # done within top-k
         self._nucleus = Nucleus(table, self._rows, self._temperatures, self._top_p)
         self._keys = row_keys([s.seed for s in samplings], choices, positions)
         groups = np.arange(table.group_maxima.shape[1])
-        least, self._leaders = group_noise(self._keys[:, None], groups[None, :])
-        self._noise = -np.log(least)
+        self._noise, self._leaders = nearly_group_noise(self._keys[:, None], groups[None, :])
         self._leader_values = table.values(self._rows, self._leaders)
         self._leader_distances = self._distances(self._leader_values)
         self._group_values = table.group_maxima[self._rows]
         self._group_distances = self._distances(self._group_values)
         # The most likely token is always kept; its distance is 0, so its score is its noise.
         favourites = table.first_maxima(self._rows)
-        self._favourite_scores = -log(exponentials(self._keys, favourites))
+        self._favourite_scores = nearly_gumbels(self._keys, favourites) - _SLACK
 
     def winners(self) -> Ids:
         """The token of each row."""

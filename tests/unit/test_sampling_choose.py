@@ -227,18 +227,11 @@ def test_every_way_to_decide_top_p_gives_the_same_answer(monkeypatch, tier, spre
     ]
     expected = choose_rows(logits, rows)
     decided: list[object] = []
-    by_row, exactly = nucleus.Nucleus._holds, nucleus.Nucleus._holds_exactly
-    monkeypatch.setattr(  # what the picked groups would have decided is asked again of the row
-        nucleus.Nucleus,
-        "holds",
-        lambda self, which, tokens, values: np.array(
-            [by_row(self, *one) for one in zip(which, tokens, values, strict=True)]
-        ),
-    )
+    exactly = nucleus.Nucleus._holds_exactly
+    # What the picked groups would have decided is asked of the whole row.
+    monkeypatch.setattr(nucleus.Nucleus, "holds", nucleus.Nucleus._hold_by_rows)
     if tier == "exact":
-        monkeypatch.setattr(
-            nucleus.Nucleus, "_margin", lambda self, total: np.full_like(total, np.inf)
-        )
+        monkeypatch.setattr(nucleus, "_ROW_MARGIN", np.inf)
         monkeypatch.setattr(
             nucleus.Nucleus,
             "_holds_exactly",
