@@ -9,9 +9,11 @@ import typer
 from flashduet import __version__
 from flashduet_cli.check import check_app
 from flashduet_cli.doctor import doctor
+from flashduet_cli.evaluate import evaluate
 from flashduet_cli.generate import generate
 from flashduet_cli.models_command import models_app
 from flashduet_cli.trace_command import trace_app
+from flashduet_cli.train import TRAIN_SETTINGS, train
 from flashduet_cli.up import up
 
 app = typer.Typer(
@@ -23,6 +25,10 @@ app = typer.Typer(
 app.command(short_help="Start target, draft and gateway.")(up)
 app.command(short_help="Stream an answer.")(generate)
 app.command(short_help="Tell what this machine can do.")(doctor)
+app.command(context_settings=TRAIN_SETTINGS, add_help_option=False, short_help="Train a drafter.")(
+    train
+)
+app.command(name="eval", short_help="Measure a drafter's acceptance length.")(evaluate)
 app.add_typer(models_app, name="models")
 app.add_typer(check_app, name="check")
 app.add_typer(trace_app, name="trace")

@@ -1,0 +1,1 @@
+"""What `flashduet eval` measures: acceptance length on real decoding through the services."""
