@@ -30,11 +30,6 @@ class LayerShape:
 Slots = slice | Tensor
 
 
-# Of slots beyond the last one: without them the tables' heads could all start at the same place of
-# a cache whose size is a power of two, and push each other out.
-_GAP = 8
-
-
 class KVStorage:
     """Keys and values by layer and slot, tensors [kv_heads, num_slots, size].
 
@@ -63,11 +58,12 @@ class KVStorage:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.device = torch.device(device)
-        slots = num_blocks * block_tokens
+        # One block more than is handed out: heads whose tables are a power of two apart push each
+        # other out of the processor's caches.
+        slots = (num_blocks + 1) * block_tokens
 
         def table(heads: int, size: int) -> Tensor:
-            whole = torch.zeros(heads, slots + _GAP, size, dtype=dtype, device=self.device)
-            return whole[:, :slots]
+            return torch.zeros(heads, slots, size, dtype=dtype, device=self.device)
 
         self.keys = [table(shape.kv_heads, shape.key_size) for shape in self.layers]
         self.values = [table(shape.kv_heads, shape.value_size) for shape in self.layers]
@@ -134,7 +130,7 @@ class KVStorage:
         found = []
         for which, table in enumerate((self.keys[layer], self.values[layer])):
             heads, _, size = table.shape
-            blocks = table.unflatten(1, (self.num_blocks, self.block_tokens)).flatten(2)
+            blocks = table.view(heads, -1, self.block_tokens * size)
             out = None
             if room is not None:
                 out = room[which].view(heads, len(block_ids), self.block_tokens * size)

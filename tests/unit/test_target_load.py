@@ -60,7 +60,7 @@ def test_a_name_and_a_smaller_window(folder: Path) -> None:
 
 def test_kv_bytes_are_those_that_the_store_takes(folder: Path) -> None:
     target = load(folder)
-    assert Engine(target, 10, 16).kv.nbytes == 160 * target.kv_bytes_per_token
+    assert Engine(target, 9, 16).kv.nbytes == 160 * target.kv_bytes_per_token
 
 
 def test_a_truncated_file_is_named(folder: Path) -> None:
