@@ -66,7 +66,7 @@ class Progress:
 class Trainer:
     """Owns the drafter's weights while they change, and the run folder.
 
-    All randomness is a function of (seed, step, process), so a resumed run equals an unbroken one.
+    All randomness is a function of (seed, pass), so a resumed run equals an unbroken one.
     """
 
     def __init__(
@@ -152,7 +152,11 @@ class Trainer:
             micro = index * settings.accumulation + part
             place = micro * accelerator.num_processes + accelerator.process_index
             batch = self._dataset.load(self._batches[place % len(self._batches)])
-            generator = self._generator(self.step * settings.accumulation + part)
+            # By its place among all passes: a pass is the same on whatever process it runs.
+            passes = self.step * settings.accumulation + part
+            generator = self._generator(
+                passes * accelerator.num_processes + accelerator.process_index
+            )
             last = part == settings.accumulation - 1
             alone = accelerator.num_processes == 1
             later = contextlib.nullcontext() if last or alone else self._replica.no_sync()
@@ -188,7 +192,7 @@ class Trainer:
         for first in range(0, len(chosen), self.settings.batch_size):
             indices = chosen[first : first + self.settings.batch_size]
             batch = self._dataset.load(indices)
-            outcome = self._objective(batch, self._generator(-first - 1, process=0))
+            outcome = self._objective(batch, self._generator(-first - 1))
             losses.append(float(outcome.loss))
             taus.append(float(outcome.tau))
             results = walk_tau(self.network, batch, self.target, self.blocks)
@@ -216,8 +220,6 @@ class Trainer:
         self.step, self._elapsed = state["step"], state["elapsed"]
         self.history = [Measured(**measured) for measured in state["history"]]
 
-    def _generator(self, step: int, process: int | None = None) -> torch.Generator:
-        if process is None:
-            process = self._accelerator.process_index
-        seed = (self.settings.seed << 40) + (process << 32) + step + (1 << 20)
-        return torch.Generator().manual_seed(seed)
+    def _generator(self, number: int) -> torch.Generator:
+        """Randomness of one pass; negative numbers are those of validation."""
+        return torch.Generator().manual_seed((self.settings.seed << 40) + number + (1 << 20))

@@ -20,6 +20,7 @@ from drafter_training.drafter import drafter_config
 from drafter_training.optimizer import cosine
 from drafter_training.run_record import plot_history
 from drafter_training.trainer import Progress
+from flashduet_cli.ports import free_ports
 from tests.unit.training_support import (
     BLOCK,
     TAPS,
@@ -45,6 +46,24 @@ def slowly(progress):
 
 trainer.run(slowly)
 print("finished", flush=True)
+"""
+
+
+REPLICA_RUN = """
+import sys
+from pathlib import Path
+from accelerate import Accelerator
+from tests.unit.training_support import make_dataset, make_trainer, tiny_llama
+
+root = Path(sys.argv[1])
+target = tiny_llama()
+accelerator = Accelerator(cpu=True)
+assert accelerator.num_processes == 2
+trainer = make_trainer(
+    make_dataset(root, target), target, root / "replicas", accelerator=accelerator, steps=4
+)
+assert trainer.run()
+accelerator.end_training()
 """
 
 
@@ -122,6 +141,35 @@ def test_accumulated_passes_are_one_step(tmp_path: Path) -> None:
     assert [progress.step for progress in seen] == [1, 2, 3, 3]
     adamw = torch.load(tmp_path / "run/state.pt", weights_only=True)["adamw"]
     assert {int(entry["step"]) for entry in adamw["state"].values()} == {3}
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_steps_of_two_accumulated_passes(tmp_path: Path) -> None:
+    target = tiny_llama()
+    dataset = make_dataset(tmp_path, target)
+    alone = make_trainer(dataset, target, tmp_path / "alone", accumulation=2, steps=4)
+    assert alone.run()
+    (port,) = free_ports(1)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", REPLICA_RUN, str(tmp_path)],
+            cwd=Path(__file__).parents[2],
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "WORLD_SIZE": "2",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(240) for process in processes] == [0, 0]
+    ours, theirs = weights(tmp_path / "replicas"), weights(tmp_path / "alone")
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-3, atol=1e-4)
 
 
 def test_the_rate_warms_up_and_falls_to_nothing() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draft_service.config import DrafterConfig
@@ -69,7 +70,11 @@ def make_dataset(folder: Path, target: LlamaForCausalLM, sequences: int = 10) ->
 
 
 def make_trainer(
-    dataset: ShardDataset, target: LlamaForCausalLM, folder: Path, **changes: object
+    dataset: ShardDataset,
+    target: LlamaForCausalLM,
+    folder: Path,
+    accelerator: Accelerator | None = None,
+    **changes: object,
 ) -> Trainer:
     settings = TrainSettings(
         epochs=3, batch_size=3, held_out_share=0.2, learning_rate=1e-2, checkpoint_seconds=1e9
@@ -83,4 +88,5 @@ def make_trainer(
     config = drafter_config(
         target, layers=2, block_size=BLOCK, mask_token_id=MASK, target_layer_ids=TAPS
     )
-    return Trainer(objective, config, dataset, folder, replace(settings, **changes))  # type: ignore[arg-type]
+    changed = replace(settings, **changes)  # type: ignore[arg-type]
+    return Trainer(objective, config, dataset, folder, changed, accelerator)
