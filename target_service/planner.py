@@ -9,7 +9,7 @@ from target_service.pacing import Pacing
 from target_service.seat import Seat
 from target_service.seating import Seating
 from target_service.session import WorkItem
-from target_service.step_times import StepTimes
+from target_service.step_times import StepSize, StepTimes, part_size
 
 # A long prompt goes behind those that came meanwhile after so many tokens.
 _TURN_TOKENS = 512
@@ -60,42 +60,44 @@ class Planner:
         unfinished: list[Seat] = []
         for seat in ready:
             (unfinished if not seat.running or _missing(seat) else due).append(seat)
-        rounds, rows = self._rounds(due)
+        rounds, size = self._rounds(due)
         # Nobody else to wait for and no prompt to pace: the usual way of a lone session.
         if not unfinished and len(ready) == len(self._seating.seats):
             return Plan(self._seated(rounds, now))
         decoding = [seat for seat in self._seating.seats if seat.decoding(now)]
         if rounds:
-            until = self._pacing.gather_until(due, decoding, rows, now)
+            until = self._pacing.gather_until(due, decoding, size, now)
             if until is not None:
                 return Plan(wait_s=until - now)
         ask_again = now + _LOOK_AGAIN_S
         if unfinished:
             protected = [seat for seat in decoding if not seat.session.batch]
-            allowance = self._pacing.allowance(rows, protected, now)
+            unfinished.sort(key=_turn_key)
+            context = unfinished[0].session.table.length
+            allowance = self._pacing.allowance(size, protected, context, now)
             ask_again = allowance.ask_again or ask_again
             rounds |= self._chunks(unfinished, allowance.tokens, now)
         turns = self._seated(rounds, now)
         return Plan(turns) if turns else Plan(wait_s=ask_again - now)
 
-    def _rounds(self, due: list[Seat]) -> tuple[dict[Seat, int], int]:
+    def _rounds(self, due: list[Seat]) -> tuple[dict[Seat, int], StepSize]:
         """Rows of each round that fits into the step, in the order of their turns; their sum."""
         rounds: dict[Seat, int] = {}
-        total = 0
+        total = StepSize(0)
         for seat in sorted(due, key=_turn_key):
             rows = _round_rows(seat)
-            if rounds and total + rows > self._max_step_tokens:
+            if rounds and total.rows + rows > self._max_step_tokens:
                 break
             rounds[seat] = rows
-            total += rows
+            total += part_size(rows, seat.session.table.length)
         return rounds, total
 
     def _chunks(self, due: list[Seat], tokens: int, now: float) -> dict[Seat, int]:
-        """Rows of each prompt's next chunk, `tokens` in all, in the order of their turns."""
+        """Rows of each prompt's next chunk, `tokens` in all, in the order given."""
         chunks: dict[Seat, int] = {}
         # No younger session begins while an older one waits for room, or it would never find any.
         eldest_waiting: tuple[float, int] | None = None
-        for seat in sorted(due, key=_turn_key):
+        for seat in due:
             if tokens <= 0:
                 break
             if not seat.running:

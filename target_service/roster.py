@@ -19,7 +19,7 @@ from target_service.session import (
     VerifyBlock,
     WorkItem,
 )
-from target_service.step_times import StepTimes
+from target_service.step_times import StepSize, StepTimes, part_size
 
 # How a job ended.
 End = tuple[Job, Outcome | Exception]
@@ -105,7 +105,7 @@ class Roster:
     ) -> list[End]:
         """Take a step's results in; the jobs that ended with it."""
         ends: list[End] = []
-        self.times.add(sum(_rows(turn.item) for turn in turns), step_s)
+        self.times.add(sum((_size(turn.item) for turn in turns), StepSize(0)), step_s)
         for turn, result in zip(turns, results, strict=True):
             seat, job = turn.seat, turn.job
             seat.in_step = False
@@ -124,8 +124,8 @@ class Roster:
         return ends
 
 
-def _rows(item: WorkItem) -> int:
-    return len(item.token_ids) + isinstance(item, VerifyBlock)
+def _size(item: WorkItem) -> StepSize:
+    return part_size(len(item.token_ids) + isinstance(item, VerifyBlock), item.base)
 
 
 def stopping() -> Unavailable:

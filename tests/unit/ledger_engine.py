@@ -159,7 +159,7 @@ class Simulation:
     """A roster and a ledger engine under a clock that moves only by what steps cost.
 
     Args:
-        step_s, row_s: of a step, and of each of its rows.
+        step_s, row_s, pair_s: of a step, of each of its rows, of each position that one attends to.
     """
 
     def __init__(
@@ -171,13 +171,14 @@ class Simulation:
         chunk_tokens: int = 16,
         step_s: float = 0.010,
         row_s: float = 0.001,
+        pair_s: float = 0.0,
     ) -> None:
         self.pool = BlockPool(blocks, size)
         self.engine = LedgerEngine(self.pool)
         self.roster = Roster(self.pool, max_step_tokens=max_step_tokens, chunk_tokens=chunk_tokens)
         self.now = 0.0
         self.waited = 0.0
-        self._cost = step_s, row_s
+        self._cost = step_s, row_s, pair_s
 
     def prefill(self, given: Session, feed: Recorder | None = None) -> Job:
         return self._add(PrefillJob(given, feed, ""))
@@ -193,8 +194,10 @@ class Simulation:
         if not plan.turns:
             return None
         results = self.engine.step([turn.item for turn in plan.turns])
-        step_s, row_s = self._cost
-        seconds = step_s + row_s * sum(self.engine.steps[-1])
+        step_s, row_s, pair_s = self._cost
+        rows, bases = self.engine.steps[-1], [turn.item.base for turn in plan.turns]
+        pairs = sum(n * base + n * (n + 1) // 2 for n, base in zip(rows, bases, strict=True))
+        seconds = step_s + row_s * sum(rows) + pair_s * pairs
         self.now += seconds
         ends = self.roster.account(plan.turns, results, seconds, self.now)
         for turn, result in zip(plan.turns, results, strict=True):
