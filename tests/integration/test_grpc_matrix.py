@@ -150,7 +150,8 @@ def test_each_field_is_in_the_matrix():
 
 def test_logprobs_come_with_their_tokens(pair: Pair):
     for drafting in DRAFTING:
-        answer = ask(pair, {"topLogprobs": 3, "n": 2}, drafting)
+        fields = {"topLogprobs": 3, "n": 2, "includeSpecialTokens": True}
+        answer = ask(pair, fields, drafting)
         for choice in answer.choices:
             assert [one.chosen.token_id for one in choice.logprobs] == choice.token_ids
             for position in choice.logprobs:
@@ -160,7 +161,6 @@ def test_logprobs_come_with_their_tokens(pair: Pair):
                 assert position.chosen.logprob <= best[0] <= 0
             shown = b"".join(one.chosen.token_bytes for one in choice.logprobs)
             assert shown.decode(errors="replace") == choice.text
-        # Nothing is computed that is not asked for.
     assert not ask(pair, {}, "on").choices[0].logprobs
 
 
