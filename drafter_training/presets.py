@@ -42,7 +42,7 @@ PRESETS = {
         loss=LossRule(gamma=1.5),
         anchors=16,
         common_tokens=1024,
-        train=TrainSettings(epochs=12, batch_size=4, held_out=16, checkpoint_seconds=30.0),
+        train=TrainSettings(epochs=12, held_out_share=1 / 8, held_out=16, checkpoint_seconds=30.0),
         cache_gib=1.0,
     ),
 }

@@ -188,6 +188,8 @@ class Trainer:
     def validate(self) -> tuple[float, float, Tau]:
         """On sequences never trained on: loss, τ at random anchors, τ of greedy decoding."""
         chosen = self._held_out[: self.settings.held_out]
+        # Sampled answers are not what greedy decoding says; they serve only if there are no others.
+        walkable = {i for i in chosen if self._dataset[i].greedy} or set(chosen)
         losses, taus, walked = [], [], Tau()
         for first in range(0, len(chosen), self.settings.batch_size):
             indices = chosen[first : first + self.settings.batch_size]
@@ -197,7 +199,7 @@ class Trainer:
             taus.append(float(outcome.tau))
             results = walk_tau(self.network, batch, self.target, self.blocks)
             for index, result in zip(indices, results, strict=True):
-                if self._dataset[index].greedy:
+                if index in walkable:
                     walked = walked + result
         count = max(len(losses), 1)
         return sum(losses) / count, sum(taus) / count, walked

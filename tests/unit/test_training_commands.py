@@ -1,0 +1,107 @@
+"""The training commands on a tiny random target, each in a few steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from drafter_training.ablations import ABLATIONS
+from drafter_training.cli import app
+from drafter_training.shards import ShardFolder
+from tests.support.tiny import tiny_target
+
+
+def invoke(*arguments: object, expect: int = 0) -> Result:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == expect, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace with a target and some shards."""
+    root = tmp_path_factory.mktemp("workspace")
+    target = tiny_target(root / "target")
+    common = ("--target", target, "--preset", "smoke", "--out", root)
+    invoke("data", *common, "--answer-tokens", 600, "--slots", 8)
+    return root
+
+
+def common(root: Path) -> tuple[object, ...]:
+    return ("--target", root / "target", "--preset", "smoke", "--out", root)
+
+
+def test_runs_are_begun_resumed_and_not_mixed_up(root: Path) -> None:
+    data = ("--data", root / "data")
+    first = invoke("run", *common(root), *data, "--name", "a", "--epochs", 0.5)
+    drafter = Path(first.stdout.strip())
+    assert (drafter / "model.safetensors").is_file()
+    refused = invoke("run", *common(root), *data, "--name", "a", "--epochs", 0.5, expect=1)
+    assert "--resume" in refused.output
+    other = ("run", *common(root), *data, "--name", "a", "--resume", "--epochs", 0.5)
+    assert "another preset" in invoke(*other, "--anchors", 3, expect=1).output.replace("\n", " ")
+    invoke(*other)
+    invoke("run", *common(root), *data, "--name", "b", "--epochs", 0.5, "--init-from", drafter)
+    begun = json.loads((root / "b/run.json").read_text())
+    assert begun["start"] == "the drafter drafter"
+    wrong = ("run", *common(root), *data, "--name", "c", "--layers", 1, "--init-from", drafter)
+    assert "num_layers" in invoke(*wrong, expect=1).output
+
+
+@pytest.mark.parametrize("name", ["injection", "features", "block"])
+def test_an_ablation_trains_every_variant(root: Path, name: str) -> None:
+    found = invoke("ablate", name, *common(root), "--data", root / "data", "--steps", 2, "--json")
+    rows = json.loads(found.stdout.strip().splitlines()[-1])["rows"]
+    assert [row["variant"] for row in rows] == list(ABLATIONS[name])
+    assert all(row["steps"] == 2 and row["tau"] >= 1 for row in rows)
+    assert name != "block" or all(set(row["tau_at"]) == {"4", "8", "16"} for row in rows)
+
+
+def test_studies_tell_how_drafts_would_be_taken(root: Path) -> None:
+    run = ("run", *common(root), "--data", root / "data", "--name", "studied", "--epochs", 0.5)
+    drafter = invoke(*run).stdout.strip()
+    shared = ("--target", root / "target", "--out", root, "--drafter", drafter, "--json")
+    shared += ("--sequences", 6, "--answer-length", 16)
+    found = invoke("study", "sampling", *shared, "--temperatures", "0,1")
+    table = json.loads(found.stdout)["tokens_a_round"]
+    assert set(table["0"]) == {"greedy drafts"}
+    assert set(table["1"]) == {"position-keyed", "rejection", "greedy drafts"}
+    # Of all rules with these drafts rejection sampling takes most.
+    assert table["1"]["rejection"] > table["1"]["position-keyed"] - 0.05 >= 0.95
+    slots = json.loads(invoke("study", "slots", *shared, "--keep", "1,3").stdout)
+    assert set(slots["tau_by_drafts_kept"]) == {"0", "1", "3"}
+    assert [row["miss"] for row in slots["cascade"]] == [1, 2]
+    # All drafts kept: nothing is left to a second pass.
+    assert slots["tau_by_drafts_kept"]["3"] == slots["tau_by_drafts_kept"]["0"]
+
+
+def test_long_prompts_come_from_a_folder_of_answers(root: Path) -> None:
+    invoke(
+        *("data", *common(root), "--folder", "long", "--passages-from", root / "data"),
+        *("--max-length", 384, "--answer-tokens", 60, "--slots", 4),
+    )
+    assert ShardFolder(root / "long").answer_tokens >= 60
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--preset", "huge"), "huge"),
+        (("--target", "/nowhere/at-all"), "/nowhere/at-all"),
+        (("ablate", "colour", "--data", "x"), "colour"),
+        (("run", "--data", "x", "--weighting", "odd"), "odd"),
+        ((), "--target"),
+    ],
+)
+def test_a_wrong_option_is_named(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    given = (
+        arguments
+        if not arguments or "--target" in arguments or arguments[0][0] != "-"
+        else ("--target", str(tmp_path), *arguments)
+    )
+    result = CliRunner().invoke(app, list(given))
+    assert result.exit_code in (1, 2)
+    assert words in result.output.replace("\n", "")
