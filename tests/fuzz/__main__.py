@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -43,7 +44,11 @@ def main() -> int:
         try:
             start = time.monotonic()
             parts = run_campaign(
-                pair, options.requests, options.seed, options.at_once, progress=print
+                pair,
+                options.requests,
+                options.seed,
+                options.at_once,
+                progress=partial(print, flush=True),
             )
             failed = any(part.failed for part in parts)
             print(table(parts))
