@@ -38,19 +38,26 @@ class Tau:
 
 @torch.no_grad()
 def every_draft(
-    network: DFlashNetwork, batch: Batch, target: TargetHead, rule: BlockRule
+    network: DFlashNetwork,
+    batch: Batch,
+    target: TargetHead,
+    rule: BlockRule,
+    shortlist: torch.Tensor | None = None,
 ) -> tuple[Blocks, torch.Tensor]:
-    """Blocks at all positions of the answers and their greedy drafts, int64 [N, A, B - 1]."""
+    """Blocks at all positions of the answers and their greedy drafts, int64 [N, A, B - 1].
+
+    shortlist: int64 [k], the only tokens drafted; None: all.
+    """
     blocks = every_block(batch, rule)
     hidden = denoise(network, batch, target.embedding, blocks)
     slots = hidden[:, :, :-1] if rule.given == "truth" else hidden[:, :, 1:]
     known = blocks.labels != UNKNOWN
     drafts = torch.full(known.shape, UNKNOWN - 1)
     rows = slots[known.to(slots.device)].to(target.head.dtype)
-    chosen = [
-        network.logits(part, target.head).argmax(-1).cpu() for part in rows.split(_LOGIT_ROWS)
-    ]
-    drafts[known] = torch.cat(chosen)
+    head = target.head if shortlist is None else target.head[shortlist]
+    chosen = [network.logits(part, head).argmax(-1).cpu() for part in rows.split(_LOGIT_ROWS)]
+    ids = torch.cat(chosen)
+    drafts[known] = ids if shortlist is None else shortlist[ids]
     return blocks, drafts
 
 
@@ -73,10 +80,14 @@ def walk(accepted: list[int], answer_tokens: int) -> Iterator[tuple[int, int]]:
 
 
 def walk_tau(
-    network: DFlashNetwork, batch: Batch, target: TargetHead, rule: BlockRule
+    network: DFlashNetwork,
+    batch: Batch,
+    target: TargetHead,
+    rule: BlockRule,
+    shortlist: torch.Tensor | None = None,
 ) -> list[Tau]:
     """Acceptance length of each answer of the batch."""
-    blocks, drafts = every_draft(network, batch, target, rule)
+    blocks, drafts = every_draft(network, batch, target, rule, shortlist)
     counts = agreed(drafts, blocks.labels).tolist()
     results = []
     for row, answer in enumerate((batch.lengths - batch.prompt_lengths).tolist()):

@@ -15,6 +15,7 @@ from drafter_training.cli_ablate import ablate
 from drafter_training.cli_data import data
 from drafter_training.cli_run import run
 from drafter_training.cli_score import score
+from drafter_training.cli_shortlist import shortlist
 from drafter_training.cli_study import study_app
 from flashduet.errors import FlashduetError
 
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command(short_help="Let the target answer prompts.")(data)
 app.command(short_help="Train on data that are there.")(run)
 app.command(short_help="Compare variants, each trained briefly.")(ablate)
+app.command(short_help="Choose the tokens to draft from.")(shortlist)
 app.command(hidden=True)(score)
 app.add_typer(study_app, name="study")
 

@@ -54,6 +54,8 @@ class RunCommand:
         """
         self._workspace, self._folder, self._settings = workspace, run_folder, settings
         self._command = command
+        if device not in ("auto", "cpu"):
+            raise ConfigurationError(f"--device: {device!r} given, auto or cpu expected")
         accelerator = Accelerator(cpu=device == "cpu")
         self._main = accelerator.is_main_process
         self._accelerator, self._init_from = accelerator, init_from

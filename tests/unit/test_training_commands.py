@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from draft_service.shortlist import read_shortlist
 from drafter_training.ablations import ABLATIONS
 from drafter_training.cli import app
 from drafter_training.shards import ShardFolder
-from tests.support.tiny import tiny_target
+from tests.support.tiny import IM_END, tiny_target
 
 
 def invoke(*arguments: object, expect: int = 0) -> Result:
@@ -76,6 +77,20 @@ def test_studies_tell_how_drafts_would_be_taken(root: Path) -> None:
     assert [row["miss"] for row in slots["cascade"]] == [1, 2]
     # All drafts kept: nothing is left to a second pass.
     assert slots["tau_by_drafts_kept"]["3"] == slots["tau_by_drafts_kept"]["0"]
+
+
+def test_a_shortlist_is_chosen_by_counts_and_written(root: Path) -> None:
+    run = ("run", *common(root), "--data", root / "data", "--name", "listed", "--epochs", 0.5)
+    drafter = Path(invoke(*run).stdout.strip())
+    shared = ("--target", root / "target", "--out", root / "other", "--drafter", drafter)
+    shared += ("--data", root / "data", "--sizes", "40,0", "--write", 50, "--json")
+    rows = json.loads(invoke("shortlist", *shared).stdout)["sizes"]
+    assert [row["size"] for row in rows] == [40, 320]
+    assert rows[0]["covered"] < rows[1]["covered"] == 1
+    listed = read_shortlist(drafter, 320)
+    assert listed is not None
+    assert len(listed) == 50
+    assert IM_END in listed
 
 
 def test_long_prompts_come_from_a_folder_of_answers(root: Path) -> None:
