@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -25,19 +26,6 @@ logger = logging.getLogger(__name__)
 _MOST_UNSENT = 4096
 
 
-class _Outgoing:
-    """The queue as grpc.aio reads it. (A generator would be closed while it waits.)"""
-
-    def __init__(self, queue: asyncio.Queue[pb.ProposeRequest]) -> None:
-        self._queue = queue
-
-    def __aiter__(self) -> AsyncIterator[pb.ProposeRequest]:
-        return self
-
-    async def __anext__(self) -> pb.ProposeRequest:
-        return await self._queue.get()
-
-
 class DraftLink:
     """One Propose stream while it is up, and the sessions opened over it."""
 
@@ -50,13 +38,15 @@ class DraftLink:
         self.sessions: dict[bytes, DraftSession] = {}
         self._overflowed = False
         self._vocab_size = info.target_facts.vocab_size
-        self._unsent: asyncio.Queue[pb.ProposeRequest] = asyncio.Queue()
+        self._unsent: deque[pb.ProposeRequest] = deque()
+        self._filled = asyncio.Event()
         self._call: grpc.aio.StreamStreamCall | None = None
 
     def send(self, message: pb.ProposeRequest) -> None:
         """Queue a message without waiting; a draft that reads none of them is cut off."""
-        self._unsent.put_nowait(message)
-        if self._unsent.qsize() > _MOST_UNSENT and self._call is not None:
+        self._unsent.append(message)
+        self._filled.set()
+        if len(self._unsent) > _MOST_UNSENT and self._call is not None:
             self._overflowed = True
             self._call.cancel()
 
@@ -70,10 +60,13 @@ class DraftLink:
         Raises:
             grpc.RpcError: the stream broke.
         """
-        self._call = stub.Propose(_Outgoing(self._unsent))
+        call = self._call = stub.Propose()
         beating = asyncio.create_task(self._beat(), name="draft-heartbeats")
+        # Our own task rather than an iterator that grpc.aio would read: it leaves that one waiting
+        # for ever where the stream breaks.
+        writing = asyncio.create_task(self._write(call), name="draft-messages")
         try:
-            async for response in self._call:
+            async for response in call:
                 self.stalled = False
                 if (session := self.sessions.get(response.session_id)) is not None:
                     session.receive(response)
@@ -85,10 +78,20 @@ class DraftLink:
             logger.warning("a draft reads nothing any more; its stream is cut off")
         finally:
             beating.cancel()
-            self._call.cancel()
+            writing.cancel()
+            call.cancel()
             self.alive = False
             for session in list(self.sessions.values()):
                 session.lose("draft_lost")
+
+    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+        """Send what is queued, in order, until the stream ends; reading it tells why."""
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                while self._unsent:
+                    await call.write(self._unsent.popleft())
+                self._filled.clear()
+                await self._filled.wait()
 
     async def _beat(self) -> None:
         """Renew all leases three times within a lease, so that two lost beats do no harm."""

@@ -1,0 +1,45 @@
+"""The stream to a draft: its messages in order, and nothing left of it when it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from pathlib import Path
+
+import pytest
+
+from gateway.tokenization import Tokenizer
+from tests.unit.gateway_support import (
+    ask,
+    ids_of,
+    plain_answer,
+    tokenizer_folder,
+    toy_stack,
+    until,
+)
+
+PROMPT = ids_of("hello")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(tokenizer_folder(Path(tmp_path_factory.mktemp("tokenizer"))))
+
+
+async def test_a_stream_that_breaks_leaves_no_task_behind(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with toy_stack(tokenizer) as stack:
+        assert (await stack.generate(ask(PROMPT))).stats.drafted_rounds > 0
+        await stack.kill_draft()
+        await until(lambda: stack.router.route(drafted=True).draft is None)
+        assert (await stack.generate(ask(PROMPT))).token_ids == plain_answer(PROMPT, 40)
+        await stack.restart_draft()
+        assert (await stack.generate(ask(PROMPT))).stats.drafted_rounds > 0
+        named = [task.get_name() for task in asyncio.all_tasks()]
+        assert named.count("draft-messages") == named.count("draft-heartbeats") == 1
+        gc.collect()
+        await asyncio.sleep(0)
+    gc.collect()
+    await asyncio.sleep(0)
+    assert "was destroyed" not in caplog.text
