@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 
@@ -26,6 +27,14 @@ async def test_a_body_over_the_limit_is_413(toy_tokenizer: Tokenizer, announced:
         assert response.status_code == 413
         assert response.json()["error"]["code"] == "request_too_large"
         assert (await http.post()).status_code == 200
+
+
+async def test_a_body_that_is_announced_too_large_is_not_waited_for(http: Http) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.raw.base_url.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 99999999\r\n\r\n")
+    status = await asyncio.wait_for(reader.readline(), 10)
+    assert status.split()[1] == b"413"
+    writer.close()
 
 
 async def test_with_keys_set_only_probes_are_open(toy_tokenizer: Tokenizer) -> None:

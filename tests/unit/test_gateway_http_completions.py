@@ -108,7 +108,7 @@ async def test_a_batch_that_finds_no_room_for_some_of_it_waits(http: Http) -> No
 
 async def test_nothing_of_a_batch_is_answered_if_one_prompt_cannot_be(http: Http) -> None:
     for stream in (False, True):
-        response = await http.post_completion(prompt=[[5], [6], [999]], stream=stream)
+        response = await http.post_completion(prompt=[*[[5]] * 9, [999]], stream=stream)
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "prompt"
     assert not http.stack.target.openings

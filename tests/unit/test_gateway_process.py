@@ -173,6 +173,8 @@ def test_importing_the_gateway_alone_brings_neither_torch_nor_transformers() -> 
         ({"speculation": "maybe"}, "FLASHDUET_GATEWAY_SPECULATION"),
         ({"model": "no such model!"}, "FLASHDUET_GATEWAY_MODEL"),
         ({"http_listen": "127.0.0.1:notaport"}, "FLASHDUET_GATEWAY_HTTP_LISTEN"),
+        ({"api_keys": " , "}, "FLASHDUET_GATEWAY_API_KEYS"),
+        ({"api_keys_file": "none/at/all"}, "FLASHDUET_GATEWAY_API_KEYS_FILE"),
     ],
 )
 async def test_a_configuration_that_cannot_work_ends_the_start_with_the_variable(
