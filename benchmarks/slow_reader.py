@@ -2,8 +2,8 @@
 
 Starts a stack (`--model`, `--drafter`; the default pair otherwise) and measures one client's time
 per token in turns, alone (A) and beside a streaming client that reads a byte a second (B): A B A B.
-A turn B begins when the slow client's answer has come to a stand, because all that may wait for it
-is full; until then it is a client like any other. Prints every turn, the medians and their ratio,
+A turn B begins when the slow client's answers have come to a stand, because all that may wait for
+them is full; until then it is a client like any other. Prints every turn, the medians, their ratio
 and what the gateway's memory did.
 """
 
@@ -27,9 +27,11 @@ from flashduet.v1 import target_pb2, target_pb2_grpc
 from flashduet_cli.stack import Stack, StackConfig
 
 PROMPT = "Write a long story about a lighthouse."
-# Each of the slow client's tokens fills some 2 KB, so that it stalls early.
+# The system lets a connection's buffer grow to 4 MB. With so many answers at once, and some 2 KB
+# told of each token, it is full after some hundred steps.
+CHOICES = 8
 TOP_LOGPROBS = 20
-SETTLE_S = 120.0
+SETTLE_S = 300.0
 
 
 async def time_per_token(stack: Stack, tokens: int) -> float:
@@ -54,7 +56,7 @@ async def steps(stack: Stack) -> int:
 
 @contextlib.asynccontextmanager
 async def slow_reader(stack: Stack, tokens: int) -> AsyncIterator[None]:
-    """A client that has asked for a long answer and reads a byte a second of it."""
+    """A client that has asked for long answers and reads a byte a second of it."""
     host, _, port = stack.http_url.removeprefix("http://").rpartition(":")
     async with AsyncClient(stack.endpoint) as client:
         (model,) = await client.models()
@@ -62,6 +64,8 @@ async def slow_reader(stack: Stack, tokens: int) -> AsyncIterator[None]:
         "model": model.id,
         "messages": [{"role": "user", "content": PROMPT}],
         "stream": True,
+        "n": CHOICES,
+        "temperature": 1,
         "max_tokens": tokens,
         "ignore_eos": True,
         "logprobs": True,
@@ -86,7 +90,7 @@ async def slow_reader(stack: Stack, tokens: int) -> AsyncIterator[None]:
             yield
             async with AsyncClient(stack.endpoint) as client:
                 if not (await client.load()).active_requests:
-                    raise SystemExit("the slow client's answer ended; give it more --slow-tokens")
+                    raise SystemExit("the slow client's answers ended; give it more --slow-tokens")
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
@@ -102,7 +106,7 @@ async def _stalled(stack: Stack) -> None:
         if moved and now == before:
             return
         moved, before = moved or now != before, now
-    raise SystemExit(f"the slow client's answer did not come to a stand within {SETTLE_S:g} s")
+    raise SystemExit(f"the slow client's answers did not come to a stand within {SETTLE_S:g} s")
 
 
 async def compare(stack: Stack, options: argparse.Namespace) -> None:
@@ -134,7 +138,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--drafter", type=Path)
     parser.add_argument("--tokens", type=int, default=128, help="of each measured answer")
-    parser.add_argument("--slow-tokens", type=int, default=4000, help="of the slow client's")
+    parser.add_argument("--slow-tokens", type=int, default=1000, help="of each slow answer")
     parser.add_argument("--turns", type=int, default=4)
     asyncio.run(run(parser.parse_args()))
 
