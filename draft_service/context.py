@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draft_service.config import DrafterConfig
 from draft_service.network import KeysValues
-from draft_service.quantized_rows import QuantizedStorage
+from draft_service.quantized_rows import SCALE_BYTES, QuantizedStorage
 from flashduet.kv.storage import KVStorage, LayerShape, Slots
 from flashduet.sampling.history import TokenHistory
 
@@ -111,10 +111,11 @@ class ContextStore:
         )
         self._borrowed = range(plan.num_blocks, plan.num_blocks + borrowed)
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of keys and values of all layers for one position."""
-        return self.storage.nbytes // (self.storage.num_blocks * self.plan.block_rows)
+        vector = config.head_dim * dtype.itemsize
+        if plan.dtype == "int8":
+            vector = config.head_dim + SCALE_BYTES
+        # Keys and values of all layers for one position.
+        self.row_bytes = config.num_layers * config.num_kv_heads * 2 * vector
 
     @property
     def nbytes(self) -> int:

@@ -12,16 +12,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from draft_service.choosing import Chooser
 from draft_service.context import Context, ContextPlan, ContextStore, Seen, joined_slots
-from draft_service.joined_linear import Product
+from draft_service.draft_vocabulary import DraftVocabulary
 from draft_service.masks import LayerMask, attention_masks
 from draft_service.network import DFlashNetwork, folded_attention
-from draft_service.target_tensors import TargetTensors
 from draft_service.work import Drafts, IngestWork, ProposeWork, StepResult, StepTimes
-from flashduet.packed_linear import PackedLinear, can_pack
-from flashduet.sampling.choose import BadLogits, RowBlock, choose_draft_blocks
 from flashduet.sampling.params import Sampling
 
 
@@ -32,12 +29,15 @@ class Engine:
 
     Args:
         network: loaded, on its device and in its dtype; its weights are fused here.
-        tensors: the target's embedding and head, on the same device and in the same dtype.
+        vocabulary: embedding and head, on the same device and in the same dtype.
         plan: room for contexts, taken here.
     """
 
     def __init__(
-        self, network: DFlashNetwork, tensors: TargetTensors, plan: ContextPlan | None = None
+        self,
+        network: DFlashNetwork,
+        vocabulary: DraftVocabulary,
+        plan: ContextPlan | None = None,
     ) -> None:
         self.network = network
         self.config = network.config
@@ -45,16 +45,17 @@ class Engine:
         self.dtype = network.norm.weight.dtype
         self.plan = plan or ContextPlan()
         self.store = ContextStore(self.config, self.plan, self.dtype, self.device)
-        self._embedding = tensors.embedding
-        self._head: Product = _head(tensors)
+        self.vocab_size = vocabulary.vocab_size
+        self._embedding = vocabulary.embedding
+        self._mask_embedding = vocabulary.mask_embedding
+        self._head = vocabulary.product()
+        self._chooser = Chooser(
+            vocabulary.vocab_size, vocabulary.head_ids, network.candidate_selector
+        )
         # Packed weights are not parameters, so sizes are taken before.
-        self.weight_bytes = _weight_bytes(network, tensors)
+        own = sum(p.numel() * p.element_size() for p in network.parameters())
+        self.weight_bytes = own + vocabulary.nbytes
         network.fuse()
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this: the rows of the target's embedding."""
-        return self._embedding.shape[0]
 
     @torch.inference_mode()
     def step(self, ingests: Sequence[IngestWork], proposals: Sequence[ProposeWork]) -> StepResult:
@@ -76,10 +77,10 @@ class Engine:
         forwarded_ns = sampled_ns = ingested_ns
         drafted: list[Drafts | None] = []
         if ready:
-            logits = self._logits(ready)
+            hidden, logits = self._forward(ready)
             self._synchronize()
             forwarded_ns = time.time_ns()
-            drafted = self._choose(logits, ready)
+            drafted = self._chooser.choose(logits, hidden, ready)
             sampled_ns = time.time_ns()
         by_work = dict(zip(map(id, ready), drafted, strict=True))
         return StepResult(
@@ -119,90 +120,44 @@ class Engine:
 
     @torch.inference_mode()
     def draft_logits(self, proposals: Sequence[ProposeWork]) -> Tensor:
-        """Float32 logits [sum of block_length - 1, V] of the draft slots, block after block.
+        """Float32 logits [sum of block_length - 1, k] of the draft slots, block after block.
 
         Every proposal's context has just the rows before its anchor, and is left as it was.
         """
-        return self._logits(proposals).float()
+        return self._forward(proposals)[1].float()
 
-    def _logits(self, proposals: Sequence[ProposeWork]) -> Tensor:
-        """As `draft_logits`, in whatever type they come."""
-        blocks, slots, token_ids, start = [], [], [], 0
+    def _forward(self, proposals: Sequence[ProposeWork]) -> tuple[Tensor, Tensor]:
+        """Hidden states [n, H] and logits [n, k] of the draft slots, in whatever type they come."""
+        config, network = self.config, self.network
+        # Slot 0 is the anchor. It predicts nothing, unless slots predict what follows them.
+        shift = 0 if config.sample_from_anchor else 1
+        blocks, drafting, slots, token_ids, start = [], [], [], [], 0
         for work in proposals:
-            blocks.append(_Block.of(work, start, self.config.layer_masks, self.store))
-            token_ids += [work.anchor_token_id] + [self.config.mask_token_id] * (
-                work.block_length - 1
-            )
-            # Slot 0 is the anchor and predicts nothing.
-            slots.append(torch.arange(start + 1, start + work.block_length))
-            start += work.block_length
-        network = self.network
+            rows = work.block_length - 1 + shift
+            block = _Block.of(work, start, rows, config.layer_masks, self.store)
+            blocks.append(block)
+            token_ids += [work.anchor_token_id] + [config.mask_token_id] * (rows - 1)
+            drafting.append(torch.arange(start + shift, start + rows))
+            slots.append(torch.arange(rows))
+            start += rows
         inputs = network.embed(torch.tensor(token_ids, device=self.device), self._embedding)
+        place = _joined(slots).to(self.device)
+        if self._mask_embedding is not None:
+            masked = (self._mask_embedding * config.input_embedding_scale).to(inputs.dtype)
+            inputs = torch.where((place > 0)[:, None], masked, inputs)
         positions = _joined([block.positions for block in blocks])
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            kind = self.config.layer_masks[index]
+            kind = config.layer_masks[index]
             return _joined([block.attend(index, kind, q, k, v) for block in blocks])
 
-        hidden = network.run(inputs, positions, attend)
-        hidden = hidden.index_select(0, _joined(slots).to(self.device))
-        return network.scaled(self._head(hidden))
-
-    def _choose(self, logits: Tensor, proposals: Sequence[ProposeWork]) -> list[Drafts | None]:
-        try:
-            return list(_choose_blocks(logits, proposals))
-        except BadLogits:
-            # One session's broken features must not cost the others their drafts.
-            rows = [work.block_length - 1 for work in proposals]
-            return [
-                _choose_alone(block, work)
-                for block, work in zip(logits.split(rows), proposals, strict=True)
-            ]
+        hidden = network.run(inputs, positions, attend, None if len(blocks) == 1 else place)
+        hidden = hidden.index_select(0, _joined(drafting).to(self.device))
+        return hidden, network.scaled(self._head(hidden))
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-
-def _head(tensors: TargetTensors) -> Product:
-    """The target's head as a product [n, H] → [n, V]."""
-    if can_pack(tensors.head.dtype, tensors.head.device):
-        return PackedLinear([tensors.head], [tensors.head_bias])
-    return lambda hidden: functional.linear(hidden, tensors.head, tensors.head_bias)
-
-
-def _weight_bytes(network: DFlashNetwork, tensors: TargetTensors) -> int:
-    """Memory of all weights once they serve; a packed head is a copy of its own."""
-    own = sum(p.numel() * p.element_size() for p in network.parameters())
-    shared = tensors.head is tensors.embedding and not can_pack(
-        tensors.head.dtype, tensors.head.device
-    )
-    return own + tensors.embedding.nbytes + (0 if shared else tensors.head.nbytes)
-
-
-def _choose_blocks(logits: Tensor, proposals: Sequence[ProposeWork]) -> list[Drafts]:
-    """Logits of all blocks' draft slots → the drafts of each block, in one call."""
-    blocks = [
-        RowBlock(
-            work.anchor_position + 1,
-            work.block_length - 1,
-            work.sampling,
-            work.choice,
-            work.context.history,
-            pending=(work.anchor_token_id,),
-        )
-        for work in proposals
-    ]
-    return [
-        Drafts(chosen.tokens, chosen.confidence) for chosen in choose_draft_blocks(logits, blocks)
-    ]
-
-
-def _choose_alone(logits: Tensor, work: ProposeWork) -> Drafts | None:
-    try:
-        return _choose_blocks(logits, [work])[0]
-    except BadLogits:
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +172,14 @@ class _Block:
 
     @classmethod
     def of(
-        cls, work: ProposeWork, start: int, kinds: Sequence[LayerMask], store: ContextStore
+        cls,
+        work: ProposeWork,
+        start: int,
+        length: int,
+        kinds: Sequence[LayerMask],
+        store: ContextStore,
     ) -> _Block:
-        anchor, length = work.anchor_position, work.block_length
+        anchor = work.anchor_position
         device = store.storage.device
         positions = torch.arange(anchor, anchor + length, device=device)
         seen: dict[LayerMask, Seen] = {}

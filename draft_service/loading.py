@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 
-from draft_service.checkpoint import load_drafter
+from draft_service.checkpoint import load_checkpoint
 from draft_service.context import ContextPlan
+from draft_service.draft_vocabulary import assemble
 from draft_service.engine import Engine
 from draft_service.pairing import check_drafter
 from draft_service.settings import DraftSettings
+from draft_service.shortlist import read_shortlist
 from draft_service.target_tensors import load_target_tensors
 from flashduet import models
 from flashduet.hardware import choose_device, choose_dtype, compute_threads, fastest_dtype
@@ -49,20 +51,32 @@ def load(settings: DraftSettings) -> LoadedDrafter:
         settings.target_name or models.served_name(settings.target_model),
         DATA_TYPES[dtype],
     )
-    network = load_drafter(folder, device=device, dtype=dtype)
+    checkpoint = load_checkpoint(folder, device=device, dtype=dtype)
+    config = checkpoint.network.config
     tied = bool(getattr(target_config, "tie_word_embeddings", False)) or bool(
         getattr(models.text_config(target_config), "tie_word_embeddings", False)
     )
     tensors = load_target_tensors(target_folder, tied=tied, device=device, dtype=dtype)
-    check_drafter(network.config, tensors, facts)
+    shortlist = read_shortlist(folder, tensors.embedding.shape[0])
+    if settings.draft_vocabulary == "full":
+        shortlist = None
+    vocabulary = assemble(tensors, checkpoint.own, shortlist)
+    check_drafter(config, vocabulary, facts)
     plan = ContextPlan(
         settings.max_context_rows,
         settings.context_block_rows,
         settings.max_block_length,
         settings.context_dtype,
     )
-    engine = Engine(network, tensors, plan)
-    engine.warm_up(max(2, min(network.config.block_length, settings.max_block_length)))
+    engine = Engine(checkpoint.network, vocabulary, plan)
+    engine.warm_up(max(2, min(config.block_length, settings.max_block_length)))
+    log.info(
+        "drafter %s: %s format, head over %d of %d tokens",
+        folder.name,
+        checkpoint.kind.value,
+        vocabulary.head.shape[0],
+        vocabulary.vocab_size,
+    )
     _log_plan(engine, folder.name)
     return LoadedDrafter(engine, folder.name, facts)
 

@@ -10,147 +10,30 @@ Leading dimensions `...` are batch dimensions, or none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.activations import ACT2FN
 
 from draft_service.config import DrafterConfig
 from draft_service.joined_linear import Joined, Product, fused
+from draft_service.layers import (
+    Attend,
+    KeysValues,
+    Layer,
+    Place,
+    RMSNorm,
+    Rotary,
+    folded_attention,
+    rotate,
+)
 from draft_service.masks import LayerMask
+from draft_service.selector import CandidateSelector
 from flashduet.packed_linear import PackedLinear, can_pack
 
-# (layer index, q [..., q, heads, d], k [..., q, kv_heads, d], v like k) → [..., q, heads * d].
-# Training and serving keep context keys in different places; this is the seam between them.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-
-class KeysValues(NamedTuple):
-    """Keys (normed and rotated) and values of one layer: both [..., kv_heads, c, d]."""
-
-    keys: Tensor
-    values: Tensor
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in float32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-class Rotary(nn.Module):
-    """cos and sin by absolute position. Computed, never looked up: no position is too large."""
-
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        # Not a buffer: .to(bfloat16) would round it.
-        self.frequencies = torch.tensor(
-            config.inverse_frequencies, dtype=torch.float32, device="cpu"
-        )
-        self.scale = config.rotary_scale
-
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """int64 [..., n] → cos, sin [..., n, 1, d], to be applied to [..., n, heads, d]."""
-        if self.frequencies.device != positions.device:
-            self.frequencies = self.frequencies.to(positions.device)
-        angles = positions[..., None].float() * self.frequencies
-        angles = torch.cat([angles, angles], dim=-1)[..., None, :]
-        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in the half-split layout: x · cos + [-x₂ ; x₁] · sin."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-class Attention(nn.Module):
-    """Projections of one layer; where keys are kept is the caller's affair."""
-
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        hidden, bias = config.hidden_size, config.attention_bias
-        self.head_dim = config.head_dim
-        self.sizes = [
-            config.num_heads * config.head_dim,
-            config.num_kv_heads * config.head_dim,
-            config.num_kv_heads * config.head_dim,
-        ]
-        self.q_proj = nn.Linear(hidden, self.sizes[0], bias=bias)
-        self.k_proj = nn.Linear(hidden, self.sizes[1], bias=bias)
-        self.v_proj = nn.Linear(hidden, self.sizes[2], bias=bias)
-        self.o_proj: nn.Module = nn.Linear(self.sizes[0], hidden, bias=bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.fused: Product | None = None
-
-    def queries_keys_values(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """[..., q, H] → q [..., q, heads, d] and k, v [..., q, kv_heads, d]; q and k rotated."""
-        if self.fused is None:
-            q, k, v = self.q_proj(h), self.k_proj(h), self.v_proj(h)
-        else:
-            q, k, v = self.fused(h).split(self.sizes, dim=-1)
-        q = self.q_norm(q.unflatten(-1, (-1, self.head_dim)))
-        k = self.k_norm(k.unflatten(-1, (-1, self.head_dim)))
-        return rotate(q, cos, sin), rotate(k, cos, sin), v.unflatten(-1, (-1, self.head_dim))
-
-    def fuse(self, packed: bool) -> None:
-        self.fused = fused([self.q_proj, self.k_proj, self.v_proj], packed)
-        if packed:
-            self.o_proj = PackedLinear.of(self.o_proj)
-            del self.q_proj, self.k_proj, self.v_proj
-
-
-class FeedForward(nn.Module):
-    """SwiGLU: down(act(gate(x)) · up(x))."""
-
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj: nn.Module = nn.Linear(
-            config.intermediate_size, config.hidden_size, bias=False
-        )
-        self.act = ACT2FN[config.hidden_act]
-        self.fused: Product | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fused is None:
-            gate, up = self.gate_proj(x), self.up_proj(x)
-        else:
-            gate, up = self.fused(x).chunk(2, dim=-1)
-        return self.down_proj(self.act(gate) * up)
-
-    def fuse(self, packed: bool) -> None:
-        self.fused = fused([self.gate_proj, self.up_proj], packed)
-        if packed:
-            self.down_proj = PackedLinear.of(self.down_proj)
-            del self.gate_proj, self.up_proj
-
-
-class Layer(nn.Module):
-    """One pre-norm decoder layer over the block rows."""
-
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = FeedForward(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, x: Tensor, index: int, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        q, k, v = self.self_attn.queries_keys_values(self.input_layernorm(x), cos, sin)
-        x = x + self.self_attn.o_proj(attend(index, q, k, v))
-        return x + self.mlp(self.post_attention_layernorm(x))
+__all__ = ["Attend", "DFlashNetwork", "KeysValues", "folded_attention"]
 
 
 class DFlashNetwork(nn.Module):
@@ -164,6 +47,11 @@ class DFlashNetwork(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
+        self.candidate_selector = None
+        if config.selector_rank:
+            self.candidate_selector = CandidateSelector(
+                config.vocab_size, config.hidden_size, config.selector_rank, config.selector_top_k
+            )
         self._fused_context: Product | None = None
         self._fused_key_norms: Tensor | None = None
 
@@ -208,11 +96,19 @@ class DFlashNetwork(nn.Module):
         stacked = self.context_kv_stacked(context, positions)
         return [KeysValues(k, v) for k, v in zip(stacked.keys, stacked.values, strict=True)]
 
-    def run(self, block: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Block inputs [..., q, H] at int64 [..., q] → [..., q, H] after the final norm."""
+    def run(
+        self, block: Tensor, positions: Tensor, attend: Attend, slots: Tensor | None = None
+    ) -> Tensor:
+        """Block inputs [..., q, H] at int64 [..., q] → [..., q, H] after the final norm.
+
+        Args:
+            slots: int64 [..., q], each row's place in its block, where several blocks follow one
+                another along q; None: the rows are one block.
+        """
         cos, sin = self.rotary(positions, block.dtype)
+        place = Place(cos, sin, slots)
         for index, layer in enumerate(self.layers):
-            block = layer(block, index, cos, sin, attend)
+            block = layer(block, index, place, attend)
         return self.norm(block)
 
     def forward(
@@ -267,8 +163,7 @@ class DFlashNetwork(nn.Module):
         self._fused_context = fused(self._context_parts(), packed, shared=True)
         self._fused_key_norms = self._key_norms()
         for layer in self._decoder_layers():
-            layer.self_attn.fuse(packed)
-            layer.mlp.fuse(packed)
+            layer.fuse(packed)
         if packed:
             self.fc = PackedLinear.of(self.fc)
 
@@ -284,27 +179,3 @@ class DFlashNetwork(nn.Module):
 
     def _key_norms(self) -> Tensor:
         return torch.stack([layer.self_attn.k_norm.weight for layer in self._decoder_layers()])
-
-
-def folded_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Grouped-query attention with the query heads of a group folded into rows.
-
-    On CPU this is several times faster than repeating keys, or than SDPA's own `enable_gqa`.
-
-    Args:
-        q: [b, q, heads, d].
-        keys, values: [b, kv_heads, k, d].
-        mask: bool [b, q, k], True where seen; None: everything.
-
-    Returns:
-        [b, q, heads * d].
-    """
-    batch, rows, heads, size = q.shape
-    groups = heads // keys.shape[1]
-    folded = (
-        q.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).reshape(batch, -1, groups * rows, size)
-    )
-    if mask is not None:
-        mask = mask[:, None].repeat(1, 1, groups, 1)
-    out = functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
-    return out.view(batch, -1, groups, rows, size).permute(0, 3, 1, 2, 4).reshape(batch, rows, -1)

@@ -7,7 +7,7 @@ mismatch is refused, with words that say which it is and what to do.
 from __future__ import annotations
 
 from draft_service.config import DrafterConfig
-from draft_service.target_tensors import TargetTensors
+from draft_service.draft_vocabulary import DraftVocabulary
 from flashduet.errors import Incompatible
 from flashduet.v1.common_pb2 import ModelFacts
 
@@ -18,19 +18,20 @@ _SAME_TARGET = (
 _OTHER_DRAFTER = "set FLASHDUET_DRAFT_MODEL to a drafter trained for this target"
 
 
-def check_drafter(config: DrafterConfig, tensors: TargetTensors, facts: ModelFacts) -> None:
-    """Does the drafter fit the target that it reads its embedding and head from?
+def check_drafter(config: DrafterConfig, vocabulary: DraftVocabulary, facts: ModelFacts) -> None:
+    """Does the drafter fit the target, and the embedding and head that it is to use?
 
     Raises:
         Incompatible: names the first property that differs.
     """
     _check_config(config, facts)
-    if tensors.hidden_size != config.hidden_size:
-        raise _differs(
-            "embedding width", config.hidden_size, tensors.hidden_size, facts.name, _OTHER_DRAFTER
-        )
-    rows = tensors.embedding.shape[0]
-    if config.mask_token_id >= rows:
+    for label, matrix in (("embedding", vocabulary.embedding), ("head", vocabulary.head)):
+        if matrix.shape[1] != config.hidden_size:
+            raise _differs(
+                f"{label} width", config.hidden_size, matrix.shape[1], facts.name, _OTHER_DRAFTER
+            )
+    rows = vocabulary.vocab_size
+    if vocabulary.mask_embedding is None and config.mask_token_id >= rows:
         raise _differs(
             "mask token id", f"less than {rows}", config.mask_token_id, facts.name, _OTHER_DRAFTER
         )
@@ -62,9 +63,9 @@ def check_target(config: DrafterConfig, own: ModelFacts, attached: ModelFacts) -
 
 
 def _check_config(config: DrafterConfig, facts: ModelFacts) -> None:
-    if config.hidden_size != facts.hidden_size:
+    if config.feature_size != facts.hidden_size:
         raise _differs(
-            "hidden size", config.hidden_size, facts.hidden_size, facts.name, _OTHER_DRAFTER
+            "hidden size", config.feature_size, facts.hidden_size, facts.name, _OTHER_DRAFTER
         )
     trained_for = config.num_target_layers
     if trained_for is not None and trained_for != facts.num_layers:

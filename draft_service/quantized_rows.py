@@ -15,6 +15,7 @@ from torch import Tensor
 from flashduet.kv.storage import KVStorage, LayerShape, Slots
 
 _LARGEST = 127.0
+SCALE_BYTES = torch.float32.itemsize
 
 
 class QuantizedStorage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -45,6 +46,8 @@ class DraftSettings(ServiceSettings):
     context_block_rows: int = Field(default=16, ge=1, le=4096)
     # How context rows are kept: `auto` as they are computed, `int8` in a little over half of that.
     context_dtype: ContextDtype = "auto"
+    # `auto`: draft only from the tokens of the shortlist beside the checkpoint, if there is one.
+    draft_vocabulary: Literal["auto", "full"] = "auto"
     # Anchor + draft tokens of one proposal.
     max_block_length: int = Field(default=32, ge=2, le=256)
     # How long a session lives without a message from its gateway.

@@ -57,13 +57,12 @@ class TensorFiles:
             return tuple(file.get_slice(name).get_shape())
 
     def read(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """One tensor as stored, on the CPU.
+        """One floating-point tensor as stored, on the CPU.
 
         Raises:
-            CheckpointError: it is missing, or its shape is not `shape`.
+            CheckpointError: it is missing, or its shape is not `shape`, or it holds other numbers.
         """
-        with _opened(self._folder / self._require(name)) as file:
-            tensor: Tensor = file.get_tensor(name)
+        tensor = self.read_any(name)
         found = tuple(tensor.shape)
         if shape is not None and found != shape:
             raise CheckpointError(
@@ -73,6 +72,16 @@ class TensorFiles:
             raise CheckpointError(
                 f"{self.shown(name)}: expected a floating-point tensor, found {tensor.dtype}"
             )
+        return tensor
+
+    def read_any(self, name: str) -> Tensor:
+        """One tensor of whatever type and shape, on the CPU.
+
+        Raises:
+            CheckpointError: it is missing.
+        """
+        with _opened(self._folder / self._require(name)) as file:
+            tensor: Tensor = file.get_tensor(name)
         return tensor
 
     def _require(self, name: str) -> str:

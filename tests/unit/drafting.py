@@ -9,11 +9,13 @@ from pathlib import Path
 
 import torch
 
-from draft_service.checkpoint import load_drafter
+from draft_service.checkpoint import load_checkpoint
 from draft_service.context import ContextPlan
 from draft_service.context_pool import ContextPool, HeldContext
+from draft_service.draft_vocabulary import assemble
 from draft_service.engine import Engine
 from draft_service.network import KeysValues
+from draft_service.shortlist import read_shortlist
 from draft_service.target_tensors import load_target_tensors
 from draft_service.work import IngestWork, ProposeWork
 from flashduet.sampling.params import Sampling
@@ -69,7 +71,10 @@ def engine_of(
 ) -> DraftingEngine:
     """A float32 engine on the CPU."""
     plan = plan or ContextPlan(rows=1 << 16)
-    return DraftingEngine(load_drafter(drafter), load_target_tensors(target, tied=tied), plan)
+    checkpoint = load_checkpoint(drafter)
+    tensors = load_target_tensors(target, tied=tied)
+    shortlist = read_shortlist(drafter, len(tensors.embedding))
+    return DraftingEngine(checkpoint.network, assemble(tensors, checkpoint.own, shortlist), plan)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:

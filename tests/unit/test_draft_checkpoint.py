@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from draft_service.checkpoint import load_drafter
 from draft_service.config import DrafterConfig
+from draft_service.draft_vocabulary import DraftVocabulary
 from draft_service.pairing import check_drafter
 from draft_service.target_tensors import TargetTensors, load_target_tensors
 from flashduet.errors import CheckpointError, Incompatible
@@ -118,8 +119,8 @@ def test_wrong_element_type(drafter: Path) -> None:
 
 
 def test_tensors_of_another_architecture(drafter: Path) -> None:
-    change_tensors(drafter, lambda t: t.update({"mask_embedding": torch.zeros(64)}))
-    assert "mask_embedding: expected only the 25 tensors" in failure(drafter)
+    change_tensors(drafter, lambda t: t.update({"markov_head.weight": torch.zeros(64)}))
+    assert "markov_head.weight: expected only the 25 tensors" in failure(drafter)
 
 
 def test_fewer_layers_than_stored(drafter: Path) -> None:
@@ -161,10 +162,13 @@ def test_index_that_points_elsewhere_or_at_nothing(drafter: Path) -> None:
     ("changes", "words"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, "expected DFlashDraftModel, found Llama"),
-        ({"architectures": ["DFlash2DraftModel"]}, "found the DFlash 2 format"),
-        ({"conv_kernel_size": 3}, "found the DFlash 2 format"),
-        ({"speculators_model_type": "dflash"}, "found the speculators format"),
-        ({"transformer_layer_config": {}}, "found the speculators format"),
+        ({"architectures": ["DFlash2DraftModel"]}, "conv_kernel_size: expected a whole number"),
+        ({"conv_kernel_size": 3}, "conv_group_size: expected a whole number"),
+        ({"dflash_config": {"projector_type": "domino"}}, "projector_type: expected dflash"),
+        ({"dflash_config": {"shift_label": True}}, "shift_label: expected none, found True"),
+        ({"attention_modes": ["gqa", "kda"]}, "attention_modes: expected gqa or mha"),
+        ({"speculators_model_type": "eagle3"}, "speculators_model_type: expected dflash"),
+        ({"speculators_model_type": "dflash"}, "transformer_layer_config: expected an object"),
         ({"hidden_size": 0}, "hidden_size: expected a whole number of at least 1, found 0"),
         ({"hidden_size": "x"}, "not readable as a Qwen3 configuration"),
         ({"num_attention_heads": 3}, "num_key_value_heads: expected a divisor"),
@@ -191,11 +195,11 @@ def test_configurations_that_are_refused(
     assert "drafter" in message
 
 
-def test_dflash2_is_told_by_its_tensors_too(drafter: Path) -> None:
+def test_convolutions_that_the_configuration_does_not_mention_are_refused(drafter: Path) -> None:
     change_tensors(
         drafter, lambda t: t.update({"layers.0.mlp_conv.base_kernel": torch.zeros(2, 3, 64)})
     )
-    assert "DFlash 2" in failure(drafter)
+    assert "layers.0.mlp_conv.base_kernel: expected only the 25" in failure(drafter)
 
 
 def test_architecture_names_of_other_trainers_are_read(drafter: Path) -> None:
@@ -248,7 +252,7 @@ def test_target_tensors_of_nested_names_bias_and_ties_written_out(tmp_path: Path
 
 def test_a_drafter_for_another_target_is_refused_at_load(drafter: Path) -> None:
     config = DrafterConfig.load(drafter)
-    tensors = TargetTensors(torch.zeros(320, 64), torch.zeros(320, 64))
+    tensors = DraftVocabulary(torch.zeros(320, 64), torch.zeros(320, 64))
     facts = {"name": "t", "hidden_size": 64, "num_layers": 4, "vocab_size": 320}
     check_drafter(config, tensors, ModelFacts(**facts))
     for changes, words in (
@@ -258,10 +262,10 @@ def test_a_drafter_for_another_target_is_refused_at_load(drafter: Path) -> None:
     ):
         with pytest.raises(Incompatible, match=words):
             check_drafter(config, tensors, ModelFacts(**{**facts, **changes}))
-    narrow = TargetTensors(torch.zeros(320, 60), torch.zeros(320, 60))
+    narrow = DraftVocabulary(torch.zeros(320, 60), torch.zeros(320, 60))
     with pytest.raises(Incompatible, match="embedding width"):
         check_drafter(config, narrow, ModelFacts(**facts))
-    short = TargetTensors(torch.zeros(3, 64), torch.zeros(3, 64))
+    short = DraftVocabulary(torch.zeros(3, 64), torch.zeros(3, 64))
     with pytest.raises(Incompatible, match="mask token id"):
         check_drafter(config, short, ModelFacts(**facts))
 
@@ -269,7 +273,7 @@ def test_a_drafter_for_another_target_is_refused_at_load(drafter: Path) -> None:
 def test_layer_ids_past_a_target_of_unknown_depth_are_refused(drafter: Path) -> None:
     change_config(drafter, num_target_layers=None)
     config = DrafterConfig.load(drafter)
-    tensors = TargetTensors(torch.zeros(320, 64), torch.zeros(320, 64))
+    tensors = DraftVocabulary(torch.zeros(320, 64), torch.zeros(320, 64))
     shallow = ModelFacts(name="t", hidden_size=64, num_layers=2, vocab_size=320)
     with pytest.raises(Incompatible, match=r"target layer ids: the drafter expects \[0, 2, 2\]"):
         check_drafter(config, tensors, shallow)

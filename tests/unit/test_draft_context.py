@@ -188,6 +188,7 @@ def test_eight_bit_rows_are_near_and_half_as_large(
     assert isinstance(stores[0].storage, QuantizedStorage)
     # head_dim 16: 16 bytes and a 4-byte scale, against 16 numbers.
     assert stores[0].row_bytes * 16 * dtype.itemsize == stores[1].row_bytes * 20
+    assert stores[0].nbytes < stores[1].nbytes
     shape = (40, config.num_layers, config.num_kv_heads, config.head_dim)
     rows = KeysValues(torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype))
     rows.keys[7] *= 1000.0  # a loud position costs the others nothing
