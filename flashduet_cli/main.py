@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from flashduet import __version__
+from flashduet_cli.bench.command import bench_app
 from flashduet_cli.check import check_app
 from flashduet_cli.doctor import doctor
 from flashduet_cli.evaluate import evaluate
@@ -31,6 +32,7 @@ app.command(context_settings=TRAIN_SETTINGS, add_help_option=False, short_help="
 app.command(name="eval", short_help="Measure a drafter's acceptance length.")(evaluate)
 app.add_typer(models_app, name="models")
 app.add_typer(check_app, name="check")
+app.add_typer(bench_app, name="bench")
 app.add_typer(trace_app, name="trace")
 
 

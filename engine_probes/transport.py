@@ -1,0 +1,171 @@
+"""Features from one process's tensor to another's, beside a plain copy of the same bytes.
+
+The producer stands for the target and starts the consumer, which stands for the draft. The ring is
+made and handed over by the code that the services use. Descriptors and acks go over a socket, one
+message each, as they go over the Ingest stream in the services.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine_probes.serve import serve
+from flashduet.transport.negotiation import Receivers, open_sender
+from flashduet.transport.options import TransportOptions
+from flashduet.v1 import common_pb2 as pb
+from flashduet.v1 import draft_pb2
+
+_SESSION = bytes(16)
+_RING_BYTES = 64 << 20
+# Chunks not yet acknowledged; the ring holds more.
+_WINDOW = 8
+_TIMEOUT_S = 60.0
+
+
+class Producer:
+    """Owns the sender, its tensor, and the consumer's process."""
+
+    def start(self, rows: int, width: int, chunk_rows: int) -> str:
+        """Make the tensor [rows, width] bfloat16, the ring and the consumer."""
+        torch.set_num_threads(1)
+        self._features = torch.randn(rows, width).bfloat16()
+        self._chunk_rows = chunk_rows
+        self._sequence = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="flashduet-")
+        ours, theirs = socket.socketpair()
+        ours.settimeout(_TIMEOUT_S)
+        instance = os.urandom(16)
+        command = [sys.executable, "-m", "engine_probes.transport", "consumer", self._folder.name]
+        self._consumer = subprocess.Popen(
+            [*command, instance.hex(), str(theirs.fileno())], pass_fds=[theirs.fileno()]
+        )
+        theirs.close()
+        self._socket = ours
+        _receive(ours)  # it listens
+        options = TransportOptions("memfd", "cpu", Path(self._folder.name), _RING_BYTES)
+        self._sender, attach = asyncio.run(open_sender([pb.TRANSPORT_MEMFD], instance, options))
+        _send(ours, attach.SerializeToString())
+        _receive(ours)  # it has mapped the ring
+        return "memfd"
+
+    def memcpy(self, repeats: int) -> list[float]:
+        """Seconds of copying the tensor into another one in this process, warm."""
+        source = self._features.view(torch.uint8).numpy()
+        destination = np.empty_like(source)
+        times = []
+        for _ in range(repeats + 2):
+            started = time.perf_counter()
+            np.copyto(destination, source)
+            times.append(time.perf_counter() - started)
+        return times[2:]
+
+    def send(self, repeats: int) -> list[float]:
+        """Seconds from this process's tensor to tensors that the other owns, acknowledged."""
+        for _ in range(2):
+            self._send_all()
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            self._send_all()
+            times.append(time.perf_counter() - started)
+        return times
+
+    def stop(self) -> int:
+        """End the consumer; its exit status."""
+        self._socket.close()
+        self._sender.close()
+        status = self._consumer.wait(_TIMEOUT_S)
+        self._folder.cleanup()
+        return status
+
+    def _send_all(self) -> None:
+        outstanding = 0
+        for base in range(0, len(self._features), self._chunk_rows):
+            if outstanding == _WINDOW:
+                self._take_ack()
+                outstanding -= 1
+            chunk = self._features[base : base + self._chunk_rows]
+            payload = self._sender.put(self._sequence, _SESSION, 0, base, chunk)
+            assert payload is not None, "the ring is full"
+            head = struct.pack("<QII", self._sequence, base, len(chunk))
+            _send(self._socket, head + payload.SerializeToString())
+            self._sequence += 1
+            outstanding += 1
+        for _ in range(outstanding):
+            self._take_ack()
+
+    def _take_ack(self) -> None:
+        self._sender.release(struct.unpack("<Q", _receive(self._socket))[0])
+
+
+def consume(folder: str, instance: bytes, descriptor: int) -> None:
+    """The other process: takes each chunk into a tensor of its own and acknowledges it."""
+    torch.set_num_threads(1)
+    peer = socket.socket(fileno=descriptor)
+    options = TransportOptions("memfd", "cpu", Path(folder), _RING_BYTES)
+    receiver = asyncio.run(_open_receiver(peer, instance, options))
+    taken: dict[int, torch.Tensor] = {}
+    with peer:
+        while message := _receive(peer):
+            sequence, base, rows = struct.unpack_from("<QII", message)
+            payload = pb.TensorPayload.FromString(message[16:])
+            width = payload.shape[1]
+            # The tensors of the last pass are still held, as a draft's are until they are used.
+            taken[base] = receiver.take(_SESSION, 0, base, rows, width, payload)
+            _send(peer, struct.pack("<Q", sequence))
+
+
+async def _open_receiver(peer: socket.socket, instance: bytes, options: TransportOptions):  # type: ignore[no-untyped-def]
+    receivers = Receivers(instance, options)
+    await receivers.start()
+    _send(peer, b"listening")
+    attach = await asyncio.to_thread(_receive, peer)
+    receiver = await receivers.open_receiver(draft_pb2.IngestAttach.FromString(attach))
+    _send(peer, b"mapped")
+    return receiver
+
+
+def _send(peer: socket.socket, message: bytes) -> None:
+    peer.sendall(struct.pack("<I", len(message)) + message)
+
+
+def _receive(peer: socket.socket) -> bytes:
+    """One message; empty at the end of the connection."""
+    head = _exactly(peer, 4)
+    return _exactly(peer, struct.unpack("<I", head)[0]) if head else b""
+
+
+def _exactly(peer: socket.socket, count: int) -> bytes:
+    parts = b""
+    while len(parts) < count:
+        part = peer.recv(count - len(parts))
+        if not part:
+            return b""
+        parts += part
+    return parts
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["consumer"]:
+        consume(sys.argv[2], bytes.fromhex(sys.argv[3]), int(sys.argv[4]))
+    else:
+        producer = Producer()
+        serve(
+            {
+                "start": producer.start,
+                "memcpy": producer.memcpy,
+                "send": producer.send,
+                "stop": producer.stop,
+            }
+        )

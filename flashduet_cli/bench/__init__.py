@@ -1,0 +1,1 @@
+"""`flashduet bench`: how fast the engines are, against what they promise."""
