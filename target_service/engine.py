@@ -19,10 +19,10 @@ from flashduet.sampling.choose import BadLogits, RowBlock, choose_blocks
 from flashduet.sampling.logprobs import row_logprobs
 from flashduet.sampling.params import Sampling
 from flashduet.sampling.position_logprobs import PositionLogprobs
+from target_service.batching import Span
 from target_service.features import FeatureCapture
 from target_service.forward import PackedModel
 from target_service.load import LoadedTarget
-from target_service.packed import Span
 from target_service.session import (
     ContextRows,
     Interval,
@@ -44,6 +44,7 @@ class _Part:
         first_row: of its tokens in the packed row.
         first_kept: of its rows among those whose logits are computed.
         kept: how many of its rows, its last ones, have logits.
+        chooses: whether tokens are chosen from them; those of an inner chunk are only looked at.
     """
 
     item: WorkItem
@@ -51,6 +52,7 @@ class _Part:
     first_row: int
     first_kept: int
     kept: int
+    chooses: bool
 
     @property
     def rows(self) -> int:
@@ -122,6 +124,7 @@ class Engine:
             results: list[StepResult | StepFailure] = []
             for part, answer, told in zip(parts, answers, logprobs, strict=True):
                 if isinstance(answer, StepFailure):
+                    self._forget(part.span)
                     results.append(answer)
                     continue
                 context = self._context(part, answer)
@@ -177,6 +180,11 @@ class Engine:
                 "interface as it is meant"
             )
 
+    def _forget(self, span: Span) -> None:
+        """Leave no bad numbers in blocks that another session may get: a masked position still
+        takes part in a product, where nothing times NaN is NaN."""
+        self.kv.clear(self.kv.locate(span.block_ids, span.base, span.end))
+
     def _context(self, part: _Part, answer: _Answer) -> ContextRows | None:
         """Features of the item's committed positions that its draft still needs."""
         item, span = part.item, part.span
@@ -204,12 +212,13 @@ def _lay_out(items: Sequence[WorkItem]) -> list[_Part]:
                 f"the table holds {session.table.length} tokens, base {item.base} given"
             )
         if isinstance(item, PrefillChunk):
-            tokens, kept = item.token_ids, int(item.last)
+            # The last row tells whether all before it were sound: a bad number spreads to it.
+            tokens, kept, chooses = item.token_ids, 1, item.last
         else:
             tokens = (session.token_ids[item.base], *item.token_ids)
-            kept = len(tokens)
+            kept, chooses = len(tokens), True
         span = Span(session.table.block_ids, item.base, tokens)
-        parts.append(_Part(item, span, row, kept_row, kept))
+        parts.append(_Part(item, span, row, kept_row, kept, chooses))
         row += len(tokens)
         kept_row += kept
     return parts
@@ -226,17 +235,15 @@ def _rows_to_keep(parts: Sequence[_Part], device: torch.device) -> Tensor:
 
 def _choose(logits: Tensor, parts: Sequence[_Part]) -> list[_Answer | StepFailure]:
     """Choose for all rows of the step in one call; items with bad logits fail alone."""
-    failures: dict[int, StepFailure] = {}
-    answers: list[_Answer | StepFailure] = []
+    failures = _unsound_chunks(logits, parts)
     while True:
-        sound = [i for i, part in enumerate(parts) if part.kept and i not in failures]
+        sound = [i for i, part in enumerate(parts) if part.chooses and i not in failures]
         rows = [row for i in sound for row in parts[i].logit_rows]
-        if failures:
-            wanted = logits.index_select(0, torch.tensor(rows, device=logits.device))
-        else:
-            wanted = logits[: len(rows)]
+        chosen: list[list[int]] = []
         try:
-            chosen = choose_blocks(wanted, [_row_block(parts[i]) for i in sound]) if sound else []
+            if rows:
+                wanted = _take_rows(logits, rows)
+                chosen = choose_blocks(wanted, [_row_block(parts[i]) for i in sound])
             break
         except BadLogits as error:
             bad = {rows[row] for row in error.rows}
@@ -244,10 +251,27 @@ def _choose(logits: Tensor, parts: Sequence[_Part]) -> list[_Answer | StepFailur
                 if not bad.isdisjoint(parts[i].logit_rows):
                     failures[i] = StepFailure(error)
     tokens = dict(zip(sound, chosen, strict=True))
-    for i, part in enumerate(parts):
-        failed = failures.get(i)
-        answers.append(failed or _accept(part.item, tokens.get(i, [])))
-    return answers
+    return [
+        failures.get(i) or _accept(part.item, tokens.get(i, [])) for i, part in enumerate(parts)
+    ]
+
+
+def _unsound_chunks(logits: Tensor, parts: Sequence[_Part]) -> dict[int, StepFailure]:
+    """Inner chunks whose last row is no distribution; none may be built on."""
+    inner = [i for i, part in enumerate(parts) if not part.chooses]
+    if not inner:
+        return {}
+    largest = _take_rows(logits, [parts[i].first_kept for i in inner]).amax(dim=-1)
+    sound = torch.isfinite(largest).tolist()
+    return {
+        i: StepFailure(BadLogits((0,))) for i, good in zip(inner, sound, strict=True) if not good
+    }
+
+
+def _take_rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    if len(rows) == logits.shape[0]:
+        return logits
+    return logits.index_select(0, torch.tensor(rows, device=logits.device))
 
 
 def _row_block(part: _Part) -> RowBlock:

@@ -14,8 +14,9 @@ from flashduet.errors import CheckpointError
 from flashduet.kv.storage import KVStorage
 from flashduet.packed_linear import can_pack, pack_linears
 from target_service.attention import PACKED, running
+from target_service.batching import Span
 from target_service.load import LoadedTarget
-from target_service.packed import PackedPass, Span
+from target_service.packed import GatherRoom, PackedPass
 from target_service.survey import survey, vary
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class PackedModel:
     def __init__(self, target: LoadedTarget) -> None:
         self.model: Any = target.model
         self._device = target.device
+        self._room = GatherRoom()
         accepted = inspect.signature(self.model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._takes_logits_to_keep = "logits_to_keep" in accepted
@@ -80,7 +82,7 @@ class PackedModel:
             arguments["position_ids"] = torch.tensor([positions], device=self._device)
         if self._takes_logits_to_keep:
             arguments["logits_to_keep"] = keep
-        with running(PackedPass(self.layers, kv, spans)):
+        with running(PackedPass(self.layers, kv, spans, self._room)):
             logits: Tensor = self.model(**arguments).logits[0]
         if not self._takes_logits_to_keep:
             logits = logits.index_select(0, keep)

@@ -9,54 +9,55 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashduet.kv.storage import KVStorage, Slots
+from flashduet.kv.storage import KVStorage, LayerShape, Slots
 from target_service.attention import Extras
+from target_service.batching import Batch, Span, split
 from target_service.kernels import attend
 from target_service.survey import AttentionLayers
 from target_service.visibility import Visibility
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Neighbouring positions of one sequence in the packed row.
-
-    Attributes:
-        block_ids: the sequence's blocks; they have room for all its positions.
-        base: position of the first token.
-        token_ids: tokens at base.. .
-    """
-
-    block_ids: Sequence[int]
-    base: int
-    token_ids: Sequence[int]
-
-    @property
-    def end(self) -> int:
-        return self.base + len(self.token_ids)
-
-
-@dataclass(frozen=True, slots=True)
 class _View:
-    """What one span's rows attend to under one rule."""
+    """What the rows of one sequence attend to under one rule."""
 
     rows: slice
     slots: Slots
     mask: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """All that a rule lets the pass's rows see."""
+
+    views: list[_View]
+    batches: list[Batch]
+
+
 class PackedPass:
-    """An `AttentionPass` that writes the row's keys and values, then attends span by span.
+    """An `AttentionPass` that writes the row's keys and values, then attends.
+
+    Long stretches of one sequence attend on their own, to a view of the store where their blocks
+    are neighbours. Short ones of many sequences are gathered into batches: a call for each would
+    cost many times its arithmetic.
 
     Args:
         spans: in the order of the row's tokens; no two of one sequence.
+        room: tensors for gathered blocks, kept from pass to pass.
     """
 
-    def __init__(self, layers: AttentionLayers, kv: KVStorage, spans: Sequence[Span]) -> None:
+    def __init__(
+        self,
+        layers: AttentionLayers,
+        kv: KVStorage,
+        spans: Sequence[Span],
+        room: GatherRoom,
+    ) -> None:
         self._layers = layers
         self._kv = kv
-        self._rows = sum(len(span.token_ids) for span in spans)
+        self._room = room
         self._written = _written(kv, spans)
-        self._views = {rule: self._see(rule, spans) for rule in set(layers.rules)}
+        self._seen = {rule: self._see(rule, spans) for rule in set(layers.rules)}
 
     def attend(
         self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, extras: Extras, mask: Any
@@ -64,29 +65,68 @@ class PackedPass:
         index = self._layers.index[id(layer)]
         kv = self._kv
         kv.write(index, self._written, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        views = self._views[self._layers.rules[index]]
+        seen = self._seen[self._layers.rules[index]]
         query = query[0]
-        if len(views) == 1:
-            keys, values = kv.fetch(index, views[0].slots)
-            return attend(query, keys, values, views[0].mask, extras).unsqueeze(0)
-        output = query.new_empty(1, self._rows, query.shape[0], value.shape[-1])
-        for view in views:
-            keys, values = kv.fetch(index, view.slots)
-            output[0, view.rows] = attend(query[:, view.rows], keys, values, view.mask, extras)
-        return output
+        if not seen.batches and len(seen.views) == 1:
+            return self._attend_view(index, seen.views[0], query, extras)
+        output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
+        for view in seen.views:
+            output[view.rows] = self._attend_view(index, view, query[:, view.rows], extras)[0]
+        for batch in seen.batches:
+            keys, values = self._room.fetch(kv, index, batch.block_ids)
+            count = len(batch.block_ids) // batch.blocks
+            result = attend(
+                batch.take(query),
+                keys.unflatten(1, (count, -1)),
+                values.unflatten(1, (count, -1)),
+                batch.mask,
+                extras,
+            )
+            batch.put(output, result)
+        return output.unsqueeze(0)
 
-    def _see(self, rule: Visibility, spans: Sequence[Span]) -> list[_View]:
-        views, row = [], 0
+    def _attend_view(self, index: int, view: _View, query: Tensor, extras: Extras) -> Tensor:
+        keys, values = self._kv.fetch(index, view.slots)
+        return attend(query.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1), view.mask, extras)
+
+    def _see(self, rule: Visibility, spans: Sequence[Span]) -> _Seen:
+        alone, batches = split(spans, rule, self._kv)
+        views = []
         dtype, device = self._kv.keys[0].dtype, self._kv.device
-        for span in spans:
-            first, count = rule.first(span.base), len(span.token_ids)
+        for placed in alone:
+            span, count = placed.span, len(placed.span.token_ids)
+            first = rule.first(span.base)
             mask = None
             if count > 1:
-                mask = rule.mask(span.base, count, first, dtype).to(device)
+                queries = torch.arange(span.base, span.end).view(1, -1, 1)
+                keys = torch.arange(first, span.end).view(1, 1, -1)
+                mask = rule.mask(queries, keys, dtype).to(device)
             slots = self._kv.locate(span.block_ids, first, span.end)
-            views.append(_View(slice(row, row + count), slots, mask))
-            row += count
-        return views
+            views.append(_View(slice(placed.row, placed.row + count), slots, mask))
+        return _Seen(views, batches)
+
+
+class GatherRoom:
+    """Memory that gathered keys and values are copied into, by the shape of a layer's entries."""
+
+    def __init__(self) -> None:
+        self._held: dict[LayerShape, tuple[Tensor, Tensor]] = {}
+
+    def fetch(self, kv: KVStorage, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """As `KVStorage.fetch_blocks`; what an earlier call gave is overwritten."""
+        shape = kv.layers[layer]
+        slots = len(block_ids) * kv.block_tokens
+        sizes = (shape.kv_heads * shape.key_size, shape.kv_heads * shape.value_size)
+        held = self._held.get(shape)
+        if held is None or held[0].numel() < slots * sizes[0]:
+            # Room for growth, so that sessions growing by a block do not take new memory each.
+            most = 1 << (slots - 1).bit_length()
+            like = kv.keys[layer]
+            held = like.new_empty(most * sizes[0]), like.new_empty(most * sizes[1])
+            self._held[shape] = held
+        return kv.fetch_blocks(
+            layer, block_ids, (held[0][: slots * sizes[0]], held[1][: slots * sizes[1]])
+        )
 
 
 def _written(kv: KVStorage, spans: Sequence[Span]) -> Slots:

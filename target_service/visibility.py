@@ -45,13 +45,9 @@ class Visibility:
             seen &= keys // self.chunk == queries // self.chunk
         return seen
 
-    def mask(self, base: int, rows: int, first: int, dtype: torch.dtype) -> Tensor:
-        """What to add to scores [rows, base + rows - first]: 0 where seen, else -inf.
-
-        Queries are at base.., keys at first.. .
-        """
-        queries = torch.arange(base, base + rows).unsqueeze(1)
-        seen = self.sees(queries, torch.arange(first, base + rows))
+    def mask(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
+        """What to add to scores of positions that broadcast: 0 where seen, else -inf."""
+        seen = self.sees(queries, keys)
         return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from flashduet.kv.blocks import BlockPool, BlockTable
 from flashduet.sampling.params import Sampling
+from target_service.batching import Span
 from target_service.engine import Engine
 from target_service.load import LoadedTarget, load_target
-from target_service.packed import Span
 from target_service.session import PrefillChunk, Session, StepResult, VerifyBlock
 from target_service.settings import TargetSettings
 from tests.support.tiny import VOCAB_SIZE, tiny_target

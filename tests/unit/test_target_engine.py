@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashduet.kv.blocks import BlockTable
 from flashduet.sampling.choose import choose_tokens
 from flashduet.sampling.params import Sampling
+from target_service.batching import Span
 from target_service.session import PrefillChunk, StepFailure, StepResult, VerifyBlock
 from tests.unit.target_support import (
     FAMILIES,
@@ -179,6 +181,60 @@ def test_sessions_in_one_step_do_not_touch_each_other(llama: TinyTarget) -> None
     for tokens, session in zip(prompts, sessions, strict=True):
         got = session.token_ids[len(tokens) :]
         assert got == llama.generate(tokens, len(got))
+
+
+def test_a_mix_of_sessions_computes_what_each_would_alone(tiny: TinyTarget) -> None:
+    """Chunks and blocks of many lengths in one row, on contiguous and scattered blocks."""
+    lengths = [(0, 40), (37, 1), (90, 1), (91, 1), (15, 3), (64, 4), (33, 8), (140, 5), (20, 33)]
+    sessions, chunks = [], []
+    for index, (base, rows) in enumerate(lengths):
+        tokens = prompt(base + rows, seed=index)
+        session = tiny.session(tokens, scattered=index % 2 == 1)
+        if base:
+            tiny.logits(session, 0, tokens[:base])
+        sessions.append(session)
+        chunks.append(Span(session.table.block_ids, base, tokens[base:]))
+    with torch.inference_mode():
+        every = torch.arange(sum(rows for _, rows in lengths))
+        packed = tiny.engine.packed.forward(tiny.engine.kv, chunks, every)
+    for session, got in zip(sessions, packed.split([r for _, r in lengths]), strict=True):
+        expected = tiny.reference(session.token_ids).logits[0, -len(got) :]
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+def test_bad_numbers_fail_their_session_and_stay_in_no_block(llama: TinyTarget) -> None:
+    """An embedding of NaN: the step goes on for the others, then its blocks go to another."""
+    embedding = llama.target.model.get_input_embeddings().weight
+    good = embedding[9].clone()
+    first = [llama.session(prompt(8, seed=i)) for i in range(3)]
+    for session in first:
+        prefill(llama.engine, session)
+    chunk, last = llama.session([9] * 20), llama.session([9] * 20)
+    with torch.no_grad():
+        embedding[9] = torch.nan
+    results = llama.engine.step(
+        [
+            VerifyBlock(first[0], 8, [9]),
+            VerifyBlock(first[1], 8, [5]),
+            VerifyBlock(first[2], 8, [6]),
+            PrefillChunk(chunk, [9] * 10, 0, last=False),
+            PrefillChunk(last, [9] * 20, 0, last=True),
+        ]
+    )
+    with torch.no_grad():
+        embedding[9] = good
+    failed = [isinstance(result, StepFailure) for result in results]
+    assert failed == [True, False, False, True, True]
+    assert (chunk.table.length, last.table.length, first[0].table.length) == (0, 0, 8)
+    others = [llama.session(prompt(8, seed=20 + i)) for i in range(3)]
+    others[0].table = BlockTable(last.table.block_ids)
+    for session in others:
+        prefill(llama.engine, session)
+    every = [*others, first[0]]
+    results = llama.engine.step([VerifyBlock(s, s.anchor_position, []) for s in every])
+    assert [type(result) for result in results] == [StepResult] * 4
+    for session in every:
+        assert session.token_ids[8:] == llama.generate(session.token_ids[:8], 2)
 
 
 def test_a_failing_item_leaves_its_session_and_the_others_alone(llama: TinyTarget) -> None:
