@@ -71,8 +71,8 @@ async def serve_http(tokenizer: Tokenizer, **settings: Any) -> AsyncIterator[Htt
         server = HttpServer(app, shutdown_grace_s=1)
         await server.start("127.0.0.1:0")
         url = f"http://127.0.0.1:{server.port}"
-        sdk = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10)
-        async with sdk, httpx.AsyncClient(base_url=url, timeout=10) as raw:
+        sdk = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        async with sdk, httpx.AsyncClient(base_url=url, timeout=60) as raw:
             yield Http(stack, app, sdk, raw)
         await server.stop()
 

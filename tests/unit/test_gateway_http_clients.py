@@ -171,15 +171,17 @@ async def test_a_stream_whose_prefill_is_slow_says_that_it_lives(
 
 
 async def test_a_request_has_a_deadline_without_asking_for_one(toy_tokenizer: Tokenizer) -> None:
-    async with serve_http(toy_tokenizer, default_deadline_s=0.3, http_prompts_at_once=1) as http:
-        http.stack.target.verify_delay_s = 0.2
+    async with serve_http(toy_tokenizer, default_deadline_s=0.5, http_prompts_at_once=1) as http:
+        http.stack.target.open_delay_s = 0.3
+        # Each of the two would make it, one after the other they do not.
+        batch = await http.post_completion(prompt=["a", "b"], max_tokens=1)
+        assert batch.status_code == 504
+        assert batch.json()["error"]["type"] == "timeout_error"
+        http.stack.target.verify_delay_s = 0.3
         assert (await http.post()).status_code == 504
-        batch = await http.post_completion(prompt=["a", "b", "c"], max_tokens=1)
-        assert batch.status_code == 200
-        http.stack.target.open_delay_s = 0.2
-        assert (await http.post_completion(prompt=["a", "b", "c"])).status_code == 504
-        *_, error, _ = events(await http.post(stream=True))
-        assert json.loads(error)["error"]["type"] == "timeout_error"
+        response = await http.post(stream=True)
+        error = response.json() if response.status_code == 504 else json.loads(events(response)[-2])
+        assert error["error"]["type"] == "timeout_error"
         await http.stack.all_free()
 
 

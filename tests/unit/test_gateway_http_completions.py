@@ -95,8 +95,8 @@ async def test_a_large_batch_is_answered_a_few_at_a_time(http: Http) -> None:
 
 
 async def test_a_batch_that_finds_no_room_for_some_of_it_waits(http: Http) -> None:
-    http.stack.target.verify_delay_s = 0.05
-    other = asyncio.create_task(http.post(n=2, max_tokens=20, speculation={"mode": "off"}))
+    http.stack.target.verify_delay_s = 0.2
+    other = asyncio.create_task(http.post(n=2, max_tokens=10, speculation={"mode": "off"}))
     await until(lambda: http.stack.gateway.counts.active == 2)
     body = (await http.post_completion(prompt=["a", "b", "c", "d"], max_tokens=3)).json()
     assert len(body["choices"]) == 4
