@@ -44,11 +44,10 @@ def make(target_folder: Path, tmp_path: Path) -> Make:
             target_folder,
             tmp_path / "data",
             settings,
-            prompt_files=[],
             answer_tokens=answer_tokens,
             slots=4,
             dtype=torch.float32,
-            **options,  # type: ignore[arg-type]
+            **{"prompt_files": [], **options},  # type: ignore[arg-type]
         )
 
     return run
@@ -77,15 +76,19 @@ def test_a_second_run_adds_only_what_is_missing(make: Make) -> None:
     assert {n: second.file(n).stat().st_mtime_ns for n in before} == before
 
 
-def test_no_prompt_is_answered_twice(make: Make) -> None:
-    shards = make(400)
+def test_no_prompt_is_answered_twice(make: Make, tmp_path: Path) -> None:
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"turns": ["again and again"]}\n' * 12)
+    settings = DataSettings(**{**SETTINGS.__dict__, "file_share": 0.5})
+    first = make(60, settings, prompt_files=[asked])
+    shards = make(first.answer_tokens + 60, settings, prompt_files=[asked])
     prompts = [
         tuple(sequence.token_ids[: sequence.prompt_length])
         for number in shards.numbers
         for sequence in shards.read(number)
     ]
-    assert len(prompts) > 20
-    assert len(set(prompts)) == len(prompts)
+    assert len(shards) > len(first)
+    assert len(set(prompts)) == len(prompts) > 4
 
 
 def test_a_folder_is_not_mixed_with_other_settings(make: Make) -> None:
