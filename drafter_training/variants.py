@@ -20,8 +20,8 @@ class FusedInputNetwork(DFlashNetwork):
 
     def denoise(self, batch: Batch, embedding: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         """Like `packing.denoise`, on the CPU: [N, A, B, H]."""
-        context = int(blocks.anchors.max())
-        features = batch.features[:, :context].to(embedding.dtype)
+        features = batch.features[:, : int(blocks.anchors.max())].to(embedding.dtype)
+        context = features.shape[1]  # an anchor that is only padding may lie past the sequence
         states = self.context_states(features)
         before = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
         places = torch.arange(context).expand(len(states), -1)

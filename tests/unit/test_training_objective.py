@@ -11,12 +11,13 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from draft_service.masks import LayerMask, attention_mask
 from drafter_training.acceptance import agreed, every_draft, walk, walk_tau
-from drafter_training.blocks import BlockRule, Blocks, cut_blocks, sample_blocks
+from drafter_training.blocks import BlockRule, Blocks, cut_blocks, every_block, sample_blocks
 from drafter_training.dataset import Batch
 from drafter_training.drafter import target_head
 from drafter_training.loss import LossRule, slot_weights, usual_gamma
 from drafter_training.packing import denoise, run_sparse, sparse_mask
 from drafter_training.studies import posterior_noise, second_pass
+from drafter_training.variants import FusedInputNetwork
 from tests.unit.training_support import (
     BLOCK,
     HIDDEN,
@@ -193,6 +194,33 @@ def test_teacher_forced_rounds_are_those_of_drafting_one_block_at_a_time(tmp_pat
             place += min(int(agreed(drafts, blocks.labels)), 23 - place - 1) + 1
             rounds += 1
         assert (packed[row].tokens, packed[row].rounds) == (17, rounds)
+
+
+def test_a_fused_input_sees_no_token_past_its_anchor(tmp_path: Path) -> None:
+    target = tiny_llama()
+    network = FusedInputNetwork(make_network(target).config)
+    dataset = make_dataset(tmp_path, target)
+    batch = dataset.load([0, 1])
+    head = target_head(target, torch.float32)
+    blocks = every_block(batch, RULE)
+    past = batch.tokens.clone()
+    past[:, 15:] = (past[:, 15:] + 1) % VOCABULARY
+    changed = Batch(past, batch.lengths, batch.prompt_lengths, batch.features, batch.final_states)
+    with torch.no_grad():
+        one = denoise(network, batch, head.embedding, blocks)
+        other = denoise(network, changed, head.embedding, blocks)
+    # Anchors 6 to 15 see tokens before 15 alone (the blocks' own tokens are the same ones).
+    assert torch.equal(one[:, :10], other[:, :10])
+    assert not torch.equal(one[:, 11], other[:, 11])
+
+
+def test_answers_of_unlike_lengths_share_a_batch_of_every_network() -> None:
+    target = tiny_llama()
+    batch = batch_of(torch.randint(VOCABULARY, (2, 20)), [20, 18], [5, 15])
+    head = target_head(target, torch.float32)
+    for network in (make_network(target), FusedInputNetwork(make_network(target).config)):
+        taus = walk_tau(network, batch, head, RULE)
+        assert [tau.tokens for tau in taus] == [14, 2]
 
 
 def test_posterior_noise_makes_the_known_choice_and_is_gumbel() -> None:
