@@ -61,7 +61,7 @@ def _variables(chat: pb.ChatMessages) -> dict[str, object]:
     """The chat template's variables; protobuf knows only floats, templates want whole numbers."""
     try:
         given = MessageToDict(chat.template_kwargs)
-    except SerializeToJsonError as error:
+    except (SerializeToJsonError, ValueError) as error:
         raise InvalidRequest("template_kwargs", "a number", "must be finite") from error
     return {name: _whole(value) for name, value in given.items()}
 

@@ -23,6 +23,9 @@ from gateway.http.fields import (
 from gateway.http.generate import sampling_and_options
 from gateway.tokenization import GenerationDefaults
 
+# Levels of nesting in a chat template's variables.
+_LEVELS = 32
+
 
 class TextPart(Strict):
     type: Literal["text"]
@@ -113,16 +116,21 @@ def chat(
         role = "system" if turn.role == "developer" else turn.role
         message.chat.messages.add(role=role, content=content)
     if not _carried(kwargs):
-        raise InvalidRequest("chat_template_kwargs", kwargs, "numbers must be finite")
+        raise InvalidRequest(
+            "chat_template_kwargs", kwargs, f"numbers must be finite, and at most {_LEVELS} levels"
+        )
     message.chat.template_kwargs.update(kwargs or {})
 
 
-def _carried(value: Any) -> bool:
-    """Whether JSON can hold it, whose numbers are doubles; a reader makes infinity of 1e999."""
+def _carried(value: Any, levels: int = _LEVELS) -> bool:
+    """Whether a Struct can hold it, whose numbers are doubles and which is read by recursion."""
+    if not levels:
+        return False
     if isinstance(value, dict):
-        return all(map(_carried, value.values()))
+        return all(_carried(item, levels - 1) for item in value.values())
     if isinstance(value, list):
-        return all(map(_carried, value))
+        return all(_carried(item, levels - 1) for item in value)
     if isinstance(value, int | float) and not isinstance(value, bool):
+        # A reader of JSON makes infinity of 1e999.
         return abs(value) <= sys.float_info.max
     return True

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from flashduet.v1.common_pb2 import PRIORITY_BATCH
 from tests.support.tiny import IM_END, IM_START
 from tests.unit.gateway_support import ids_of, plain_answer
-from tests.unit.http_support import Http, pieces, texts
+from tests.unit.http_support import CHAT, HELLO, Http, pieces, texts
 
 pytest_plugins = ["tests.unit.http_fixtures"]
 
@@ -148,6 +150,18 @@ async def test_variables_reach_the_chat_template(http: Http) -> None:
         refused = await http.post(chat_template_kwargs={"tools": []})
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "chat_template_kwargs.tools"
-        assert (await http.post(chat_template_kwargs={"a": [10**400]})).status_code == 400
+        deep = {"a": 1}
+        for _ in range(90):
+            deep = {"a": [deep]} if len(str(deep)) % 2 else {"a": deep}
+        for odd in ({"a": [10**400]}, deep):
+            response = await http.post(chat_template_kwargs=odd)
+            assert response.json()["error"]["param"] == "chat_template_kwargs"
+        plain = {"deep": {"steps": [[1.5, None, "x", True]]}}
+        assert (await http.post(chat_template_kwargs=plain)).status_code == 200
+        prompt = tokenizer.decode(http.stack.target.openings[-1].token_ids)
+        assert prompt == "[[1.5, None, 'x', True]]|"
+        infinite = '{"model": "toy", "messages": %s, "chat_template_kwargs": {"a": 1e999}}'
+        response = await http.raw.post(CHAT, content=infinite % json.dumps(HELLO))
+        assert response.json()["error"]["param"] == "chat_template_kwargs"
     finally:
         tokenizer._tokenizer.chat_template = before
