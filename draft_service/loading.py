@@ -15,7 +15,7 @@ from draft_service.engine import Engine
 from draft_service.pairing import check_drafter
 from draft_service.settings import DraftSettings
 from draft_service.shortlist import read_shortlist
-from draft_service.target_tensors import load_target_tensors
+from draft_service.target_tensors import load_target_tensors, ties_head
 from flashduet import models
 from flashduet.hardware import choose_device, choose_dtype, compute_threads, fastest_dtype
 from flashduet.models_default import shipped_drafter
@@ -53,9 +53,7 @@ def load(settings: DraftSettings) -> LoadedDrafter:
     )
     checkpoint = load_checkpoint(folder, device=device, dtype=dtype)
     config = checkpoint.network.config
-    tied = bool(getattr(target_config, "tie_word_embeddings", False)) or bool(
-        getattr(models.text_config(target_config), "tie_word_embeddings", False)
-    )
+    tied = ties_head(target_config)
     tensors = load_target_tensors(target_folder, tied=tied, device=device, dtype=dtype)
     shortlist = read_shortlist(folder, tensors.embedding.shape[0])
     if settings.draft_vocabulary == "full":

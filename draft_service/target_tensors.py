@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draft_service.tensor_files import TensorFiles
+from flashduet import models
 from flashduet.errors import CheckpointError
 
 # Last parts of the names that families give to the two, most common first.
@@ -39,6 +41,13 @@ class TargetTensors:
     @property
     def hidden_size(self) -> int:
         return self.embedding.shape[1]
+
+
+def ties_head(config: Any) -> bool:
+    """Whether a target's config says that its embedding serves as its head."""
+    return any(
+        getattr(each, "tie_word_embeddings", False) for each in (config, models.text_config(config))
+    )
 
 
 def load_target_tensors(

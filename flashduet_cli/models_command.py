@@ -12,10 +12,14 @@ from flashduet.errors import FlashduetError
 from flashduet.models_cache import cache_root
 from flashduet_cli import options
 from flashduet_cli.console import fail, note, out, print_json, run, wide
+from flashduet_cli.inspection import inspect
 from flashduet_cli.pull import pull as pull_model
 from flashduet_cli.reach import serving
 
-models_app = typer.Typer(no_args_is_help=True, help="List served and cached models, or pull one.")
+models_app = typer.Typer(
+    no_args_is_help=True, help="List served and cached models, pull one, or inspect a drafter."
+)
+models_app.command(short_help="Tell what a drafter is and fits.")(inspect)
 
 
 @models_app.command("list", short_help="Tell what is served and cached.")
