@@ -16,10 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from flashduet.errors import TransportError
+from flashduet.transport.buffers import Buffers
 from flashduet.transport.ring import ALIGNMENT, HEADER_BYTES
 from flashduet.transport.tensors import DATA_TYPES, TensorLayout, copy_rows
 
 WORDS = HEADER_BYTES // 8
+# Of memory for chunks that were read, kept for the next ones: a few of the usual size.
+_IDLE_BYTES = 16 << 20
 # What it means when a word of the header is not the expected one, in the order of the words.
 _REASONS = (
     "STALE_GENERATION",  # generation
@@ -65,9 +68,13 @@ class RecordMemory:
     """
 
     def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffers = Buffers(_IDLE_BYTES)
         self.capacity = buffer.numel() // ALIGNMENT * ALIGNMENT
         self._bytes = buffer[: self.capacity]
         self._words = self._bytes.view(torch.int64)
+        # Reading and writing single words through NumPy takes a fifth of the time, and a word is
+        # still one access to memory.
+        self._host_words = None if buffer.is_cuda else self._words.numpy()
 
     def write(
         self, offset: int, header: RecordHeader, features: torch.Tensor, replaced: Iterable[int]
@@ -79,14 +86,18 @@ class RecordMemory:
             replaced: offsets of records that were given back since the last write. They lose their
                 generation before any byte changes: their payloads may be what is overwritten now.
         """
+        words = self._words if self._host_words is None else self._host_words
         for old in replaced:
-            self._words[old // 8] = 0
+            words[old // 8] = 0
         first = offset // 8
-        self._words[first] = 0
-        words = torch.tensor(header.words(), dtype=torch.int64)
+        words[first] = 0
+        described = header.words()[1:]
         copy_rows(self._payload(offset, header.layout), features)
-        self._words[first + 1 : first + WORDS].copy_(words[1:])
-        self._words[first] = header.generation
+        if self._host_words is None:
+            self._words[first + 1 : first + WORDS].copy_(torch.tensor(described))
+        else:
+            self._host_words[first + 1 : first + WORDS] = described
+        words[first] = header.generation
         if self._bytes.is_cuda:
             # The descriptor must not overtake the bytes: the peer reads on another stream.
             torch.cuda.current_stream(self._bytes.device).synchronize()
@@ -110,7 +121,10 @@ class RecordMemory:
         expected = header.words()
         self._require(offset, expected)
         layout = header.layout
-        features = torch.empty(layout.rows, layout.width, dtype=layout.dtype, device=device)
+        if device.type == "cpu":
+            features = self._buffers.tensor(layout)
+        else:
+            features = torch.empty(layout.rows, layout.width, dtype=layout.dtype, device=device)
         copy_rows(features, self._payload(offset, layout))
         if features.is_cuda:
             # The sender may reuse the record as soon as the chunk is answered.
@@ -125,7 +139,8 @@ class RecordMemory:
 
     def _require(self, offset: int, expected: list[int]) -> None:
         first = offset // 8
-        found = self._words[first : first + WORDS].tolist()
+        words = self._words if self._host_words is None else self._host_words
+        found = words[first : first + WORDS].tolist()
         for name, word, due in zip(_REASONS, found, expected, strict=True):
             if word != due:
                 raise TransportError(name, "the record is not, or no longer, the one described")

@@ -1,14 +1,14 @@
 """Which bytes of a ring are whose: bookkeeping only, no memory is touched here.
 
-Records are handed out in order and given back in any order; room returns in order. A record is
-never split over the ring's end. An empty ring starts over at offset 0, so that a pair that keeps up
-works in the same few, cached bytes.
+Records are given back in any order, and the next one goes to the lowest room that holds it, so that
+a pair that keeps up works in the same few, cached bytes however large the ring is. A record is
+never split over the ring's end.
 """
 
 from __future__ import annotations
 
+import bisect
 import secrets
-from collections import OrderedDict
 from dataclasses import dataclass
 
 # Headers are one cache line, and payloads start aligned for every element type.
@@ -23,7 +23,6 @@ class Slot:
     offset: int
     size: int
     generation: int
-    free: bool = False
 
 
 def record_size(nbytes: int) -> int:
@@ -40,15 +39,15 @@ class Ring:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity // ALIGNMENT * ALIGNMENT
-        self._slots: OrderedDict[int, Slot] = OrderedDict()
-        self._head = 0
+        # By offset, so that the rooms between them are met from the lowest one on.
+        self._slots: list[Slot] = []
+        self._by_generation: dict[int, Slot] = {}
         self._next_generation = secrets.randbits(62) + 1
-        self._live = 0
 
     @property
     def live(self) -> int:
         """Records handed out and not given back."""
-        return self._live
+        return len(self._slots)
 
     def allocate(self, nbytes: int) -> Slot | None:
         """A new record with room for `nbytes` of payload, or None when there is no room now.
@@ -59,35 +58,25 @@ class Ring:
         size = record_size(nbytes)
         if size > self.capacity:
             raise ValueError(f"a record of {size} bytes in a ring of {self.capacity}")
-        offset = self._place(size)
-        if offset is None:
+        end = 0
+        for index, slot in enumerate(self._slots):
+            if slot.offset - end >= size:
+                return self._place(index, end, size)
+            end = slot.offset + slot.size
+        if self.capacity - end < size:
             return None
-        slot = Slot(offset, size, self._next_generation)
-        self._next_generation += 1
-        self._head = offset + size
-        self._slots[slot.generation] = slot
-        self._live += 1
-        return slot
+        return self._place(len(self._slots), end, size)
 
     def free(self, generation: int) -> None:
         """Give a record back. Unknown and repeated generations do nothing."""
-        slot = self._slots.get(generation)
-        if slot is None or slot.free:
-            return
-        slot.free = True
-        self._live -= 1
-        while self._slots:
-            oldest = next(iter(self._slots.values()))
-            if not oldest.free:
-                break
-            del self._slots[oldest.generation]
+        slot = self._by_generation.pop(generation, None)
+        if slot is not None:
+            index = bisect.bisect_left(self._slots, slot.offset, key=lambda each: each.offset)
+            del self._slots[index]
 
-    def _place(self, size: int) -> int | None:
-        if not self._slots:
-            return 0
-        tail = next(iter(self._slots.values())).offset
-        if self._head <= tail:  # wrapped: the room is between head and tail, none if they meet
-            return self._head if tail - self._head >= size else None
-        if self.capacity - self._head >= size:
-            return self._head
-        return 0 if tail >= size else None
+    def _place(self, index: int, offset: int, size: int) -> Slot:
+        slot = Slot(offset, size, self._next_generation)
+        self._next_generation += 1
+        self._slots.insert(index, slot)
+        self._by_generation[slot.generation] = slot
+        return slot
