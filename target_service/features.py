@@ -25,13 +25,12 @@ class FeatureCapture:
     the decoder's own output.
 
     Args:
-        decoder: the model without its head, e.g. `LlamaModel`.
+        decoder: the model with or without its head.
         num_layers: its decoder layers.
     """
 
     def __init__(self, decoder: nn.Module, num_layers: int) -> None:
-        self._decoder = decoder
-        self._layers = _decoder_layers(decoder, num_layers)
+        self._decoder, self._layers = _decoder_layers(decoder, num_layers)
         self._handles: dict[int, RemovableHandle] = {}
         self._wanted: frozenset[int] = frozenset()
         self._states: dict[int, Tensor] = {}
@@ -90,10 +89,12 @@ class FeatureCapture:
         return keep
 
 
-def _decoder_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
-    for module in decoder.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return module
+def _decoder_layers(model: nn.Module, num_layers: int) -> tuple[nn.Module, nn.ModuleList]:
+    """The list of decoder layers, and the module that runs it, e.g. `LlamaModel`."""
+    for owner in model.modules():
+        for module in owner.children():
+            if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+                return owner, module
     raise CheckpointError(
-        f"{type(decoder).__name__}: no list of {num_layers} decoder layers found in the model"
+        f"{type(model).__name__}: no list of {num_layers} decoder layers found in the model"
     )

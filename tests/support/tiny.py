@@ -73,7 +73,20 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
     },
+    "llama4": {
+        "model_type": "llama4_text",
+        "head_dim": 16,
+        "attention_chunk_size": 32,
+        "intermediate_size_mlp": 128,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        # The next multiple of four layers is without rope, and looks at everything.
+        "no_rope_layer_interval": 4,
+    },
     "gpt2": {"model_type": "gpt2"},
+    "gpt_neox": {"model_type": "gpt_neox"},
+    # Of another time: it makes its attention itself, with a bias by distance.
+    "bloom": {"model_type": "bloom"},
 }
 
 
