@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import grpc
 
+from flashduet.client.api_key import call_metadata
 from flashduet.errors import ConfigurationError, Unavailable
 from flashduet.healthcheck import Health, probe
 from flashduet.models import served_name
@@ -108,7 +109,9 @@ async def _check_gateway(endpoint: str) -> None:
     async with open_channel(endpoint) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         try:
-            await stub.GetLoad(gateway_pb2.GatewayServiceGetLoadRequest(), timeout=5.0)
+            await stub.GetLoad(
+                gateway_pb2.GatewayServiceGetLoadRequest(), timeout=5.0, metadata=call_metadata()
+            )
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise ConfigurationError(

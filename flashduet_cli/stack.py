@@ -25,6 +25,7 @@ from typing import Self
 
 import grpc
 
+from flashduet.client.api_key import call_metadata
 from flashduet.errors import ConfigurationError, Unavailable
 from flashduet.healthcheck import Health, probe
 from flashduet.rpc import open_channel
@@ -202,7 +203,9 @@ class Stack:
                         target_pb2.TargetServiceGetModelInfoRequest(), timeout=2.0
                     )
                     load = await gateway.GetLoad(
-                        gateway_pb2.GatewayServiceGetLoadRequest(), timeout=2.0
+                        gateway_pb2.GatewayServiceGetLoadRequest(),
+                        timeout=2.0,
+                        metadata=call_metadata(),
                     )
                     if info.drafts and load.draft_available:
                         return

@@ -11,6 +11,7 @@ from typing import Self, Unpack
 import grpc
 import grpc.aio
 
+from flashduet.client.api_key import call_metadata
 from flashduet.client.collector import Collector
 from flashduet.client.request import DEFAULT_TIMEOUT_S, GenerateOptions, Prompt, build_request
 from flashduet.client.results import (
@@ -96,8 +97,10 @@ class AsyncGenerationStream:
 class AsyncClient:
     """A gateway, reached over one channel. Use as `async with AsyncClient(endpoint) as client`."""
 
-    def __init__(self, endpoint: str = "127.0.0.1:50050") -> None:
+    def __init__(self, endpoint: str = "127.0.0.1:50050", *, api_key: str | None = None) -> None:
+        """`api_key`: for a gateway that asks for one; see `flashduet.client.api_key`."""
         self._channel = open_channel(endpoint)
+        self._metadata = call_metadata(api_key)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGenerationStream:
@@ -107,7 +110,9 @@ class AsyncClient:
             TypeError: see `flashduet.client.request.build_request`.
         """
         call = self._stub.Generate(
-            build_request(prompt, options), timeout=options.get("timeout", DEFAULT_TIMEOUT_S)
+            build_request(prompt, options),
+            timeout=options.get("timeout", DEFAULT_TIMEOUT_S),
+            metadata=self._metadata,
         )
         return AsyncGenerationStream(call)
 
@@ -115,7 +120,9 @@ class AsyncClient:
         """The models served."""
         try:
             answer = await self._stub.ListModels(
-                gateway_pb2.ListModelsRequest(), timeout=UNARY_TIMEOUT_S
+                gateway_pb2.ListModelsRequest(),
+                timeout=UNARY_TIMEOUT_S,
+                metadata=self._metadata,
             )
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
@@ -125,7 +132,9 @@ class AsyncClient:
         """How busy the gateway is."""
         try:
             answer = await self._stub.GetLoad(
-                gateway_pb2.GatewayServiceGetLoadRequest(), timeout=UNARY_TIMEOUT_S
+                gateway_pb2.GatewayServiceGetLoadRequest(),
+                timeout=UNARY_TIMEOUT_S,
+                metadata=self._metadata,
             )
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error

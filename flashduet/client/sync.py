@@ -9,6 +9,7 @@ from typing import Self, Unpack
 
 import grpc
 
+from flashduet.client.api_key import call_metadata
 from flashduet.client.collector import Collector
 from flashduet.client.request import DEFAULT_TIMEOUT_S, GenerateOptions, Prompt, build_request
 from flashduet.client.results import (
@@ -84,7 +85,9 @@ class GenerationStream:
 class Client:
     """A gateway, reached over one channel. Use as `with Client(endpoint) as client`."""
 
-    def __init__(self, endpoint: str = "127.0.0.1:50050") -> None:
+    def __init__(self, endpoint: str = "127.0.0.1:50050", *, api_key: str | None = None) -> None:
+        """`api_key`: for a gateway that asks for one; see `flashduet.client.api_key`."""
+        self._metadata = call_metadata(api_key)
         self._channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
@@ -95,14 +98,18 @@ class Client:
             TypeError: see `flashduet.client.request.build_request`.
         """
         call = self._stub.Generate(
-            build_request(prompt, options), timeout=options.get("timeout", DEFAULT_TIMEOUT_S)
+            build_request(prompt, options),
+            timeout=options.get("timeout", DEFAULT_TIMEOUT_S),
+            metadata=self._metadata,
         )
         return GenerationStream(call)
 
     def models(self) -> list[ModelCard]:
         """The models served."""
         try:
-            answer = self._stub.ListModels(gateway_pb2.ListModelsRequest(), timeout=UNARY_TIMEOUT_S)
+            answer = self._stub.ListModels(
+                gateway_pb2.ListModelsRequest(), timeout=UNARY_TIMEOUT_S, metadata=self._metadata
+            )
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         return model_cards(answer)
@@ -111,7 +118,9 @@ class Client:
         """How busy the gateway is."""
         try:
             answer = self._stub.GetLoad(
-                gateway_pb2.GatewayServiceGetLoadRequest(), timeout=UNARY_TIMEOUT_S
+                gateway_pb2.GatewayServiceGetLoadRequest(),
+                timeout=UNARY_TIMEOUT_S,
+                metadata=self._metadata,
             )
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error

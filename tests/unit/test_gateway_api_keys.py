@@ -10,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from flashduet import rpc
+from flashduet.client import AsyncClient
 from flashduet.errors import ConfigurationError, Unauthenticated
 from flashduet.v1 import gateway_pb2 as pb
 from flashduet.v1.gateway_pb2_grpc import GatewayServiceServicer, GatewayServiceStub
@@ -75,7 +76,16 @@ class Models(GatewayServiceServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        await context.write(pb.GenerateResponse(complete=pb.GenerateComplete()))
+        await context.write(
+            pb.GenerateResponse(started=pb.GenerateStarted(request_id="req-1", model="toy"))
+        )
+        finish_reason = pb.FINISH_REASON_STOP
+        await context.write(
+            pb.GenerateResponse(finished=pb.GenerateFinished(finish_reason=finish_reason))
+        )
+        await context.write(
+            pb.GenerateResponse(complete=pb.GenerateComplete(finish_reason=finish_reason))
+        )
 
 
 async def test_grpc_methods_ask_for_a_key_and_health_does_not() -> None:
@@ -97,4 +107,27 @@ async def test_grpc_methods_ask_for_a_key_and_health_does_not() -> None:
         assert await stub.Generate(pb.GenerateRequest(), metadata=right).read()
         health = health_pb2_grpc.HealthStub(channel)
         await health.Check(health_pb2.HealthCheckRequest(service=""))
+    await server.stop(0)
+
+
+async def test_our_own_clients_show_the_environment_s_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = rpc.Server(["x"], [RequireApiKey(load(api_keys="sk-one,sk-two"))])
+    add_to_server(Models(), server.grpc)
+    await server.start("127.0.0.1:0")
+    endpoint = f"127.0.0.1:{server.port}"
+
+    async def served(**key: str) -> str:
+        async with AsyncClient(endpoint, **key) as client:
+            (model,) = await client.models()
+            assert (await client.generate("a").result()).request_id == "req-1"
+        return model.id
+
+    assert await served(api_key="sk-two") == "toy"
+    with pytest.raises(Unauthenticated):
+        await served()
+    monkeypatch.setenv("FLASHDUET_GATEWAY_API_KEYS", "sk-one,sk-two")
+    assert await served() == "toy"
+    monkeypatch.setenv("FLASHDUET_API_KEY", "sk-three")
+    with pytest.raises(Unauthenticated):
+        await served()
     await server.stop(0)
