@@ -78,5 +78,6 @@ def assemble(
             ids = ids[rows]
         rows = rows.to(like.device)
         head, bias = head[rows], None if bias is None else bias[rows]
+    ids = None if ids is None else ids.to(like.device)
     mask = None if own.mask_embedding is None else placed(own.mask_embedding)
     return DraftVocabulary(embedding, head, bias, ids, mask)

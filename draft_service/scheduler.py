@@ -1,7 +1,8 @@
 """One engine thread, and the order in which it works: latency first.
 
-A proposal waits for nothing but its own context's rows. Rows of other contexts ride along in
-bounded portions, so that a long prefill neither holds up another session's round nor starves.
+A proposal waits for nothing but its own context's rows. Rows of other contexts come between steps
+of proposals in bounded portions, so that a long prefill neither holds up another session's round
+nor starves.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from draft_service.engine import Engine
 from draft_service.work import Drafts, IngestWork, ProposeWork, RewindWork, StepTimes
 from flashduet.step_times import StepTimesBySize
 
-# Rows of other contexts in a step that has proposals: a few milliseconds on a CPU.
-ROWS_BESIDE_PROPOSALS = 64
+# Rows of other contexts between two steps of proposals: a few milliseconds on a CPU.
+ROWS_BETWEEN_PROPOSALS = 64
 ROWS_A_STEP = 512
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ class Scheduler:
         self._ingests: list[_Ingest] = []
         self._proposals: list[Ticket] = []
         self._stopping = False
+        # Whether the last step was one of proposals, so that rows have their turn.
+        self._rows_are_next = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
@@ -159,10 +162,15 @@ class Scheduler:
             return None if self._stopping else self._next_step()
 
     def _next_step(self) -> _Step:
-        """Policy: the proposals, what their contexts still lack, and a portion of other rows."""
-        proposals, self._proposals = self._proposals, []
+        """Policy: the proposals and what their contexts still lack; else rows, or after a step of
+        proposals a portion of them."""
+        drafting = bool(self._proposals) and not (self._rows_are_next and self._ingests)
+        room = ROWS_BETWEEN_PROPOSALS if self._proposals else ROWS_A_STEP
+        proposals: list[Ticket] = []
+        if drafting:
+            proposals, self._proposals, room = self._proposals, [], 0
+        self._rows_are_next = drafting
         urgent = {id(proposal.work.context) for proposal in proposals}
-        room = ROWS_BESIDE_PROPOSALS if proposals else ROWS_A_STEP
         step = _Step([], [], proposals)
         left: list[_Ingest] = []
         # Contexts whose rows were left: what follows of theirs is left too, for order's sake.
@@ -193,7 +201,7 @@ class Scheduler:
                 self._take(step, item, work)
                 room -= work.rows
         self._ingests = left
-        self._proposals = [p for p in proposals if id(p.work.context) in held]
+        self._proposals += [p for p in proposals if id(p.work.context) in held]
         step.proposals[:] = [p for p in proposals if id(p.work.context) not in held]
         return step
 
@@ -209,7 +217,9 @@ class Scheduler:
         try:
             result = self._engine.step(step.ingests, [p.work for p in step.proposals])
             drafted = [Drafted(drafts, result.times) for drafts in result.drafts]
-            self.step_times.add(step.rows, result.times.sampled_ns - result.times.start_ns)
+            if step.rows:
+                nanoseconds = result.times.sampled_ns - result.times.start_ns
+                self.step_times.add(step.rows, nanoseconds)
         except Exception as raised:  # one bad step must not end the service
             log.exception("a step failed")
             error = raised

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_service.scheduler import ROWS_A_STEP, ROWS_BESIDE_PROPOSALS, Drafted, Scheduler
+from draft_service.scheduler import ROWS_A_STEP, Drafted, Scheduler
 from draft_service.work import IngestWork, ProposeWork, RewindWork, StepResult
 from tests.unit.drafting import DraftingEngine, Sequence, engine_of, features_for, until
 
@@ -54,7 +54,7 @@ async def recorded(engine: DraftingEngine) -> AsyncIterator[tuple[Recorder, Sche
     await scheduler.stop()
 
 
-async def test_a_proposal_waits_for_its_own_rows_and_a_portion_of_others(
+async def test_a_proposal_waits_for_its_own_rows_and_others_come_after_it(
     engine: DraftingEngine, recorded: tuple[Recorder, Scheduler]
 ) -> None:
     recorder, scheduler = recorded
@@ -69,14 +69,41 @@ async def test_a_proposal_waits_for_its_own_rows_and_a_portion_of_others(
     scheduler.start()
     assert (await asyncio.wait_for(proposal, 10)).drafts is not None
     await asyncio.wait_for(finished.wait(), 10)
-    first_ingests, first_proposals = recorder.steps[0]
-    assert first_proposals == [id(urgent.engine)]
-    assert (id(urgent.engine), 0, 100) in first_ingests
-    assert (id(prefill.engine), 0, ROWS_BESIDE_PROPOSALS) in first_ingests
+    assert recorder.steps[0] == ([(id(urgent.engine), 0, 100)], [id(urgent.engine)])
+    assert recorder.steps[1] == ([(id(prefill.engine), 0, 300), (id(prefill.engine), 300, 50)], [])
     assert (prefill.engine.length, urgent.engine.length) == (350, 100)
     expected = Sequence.made_of(engine, torch.cat([rows, rows[:50]]))
     written = engine.rows(prefill).keys
     assert (written - engine.rows(expected.context).keys).abs().max() < 1e-5
+
+
+async def test_proposals_and_rows_of_others_take_turns(
+    engine: DraftingEngine, recorded: tuple[Recorder, Scheduler]
+) -> None:
+    """However many proposals wait, a prefill goes on, and costs each of them a portion at most."""
+    recorder, scheduler = recorded
+    prefill, rows = engine.new_context(), features_for(engine, 150)
+    scheduler.ingest(engine.ingest_work(prefill, 0, rows), lambda error: None)
+    drafting = engine.new_context()
+    whole = Recorder.step
+
+    def while_others_wait(self: Recorder, ingests: list, proposals: list) -> StepResult:
+        # Another proposal is there before the step ends, as with many sessions.
+        if len(self.steps) < 6:
+            scheduler.propose(engine.proposal(drafting, 0), lambda outcome: None)
+        return whole(self, ingests, proposals)
+
+    Recorder.step = while_others_wait  # type: ignore[method-assign]
+    try:
+        scheduler.propose(engine.proposal(drafting, 0), lambda outcome: None)
+        scheduler.start()
+        await until(lambda: prefill.engine.length == 150)
+    finally:
+        Recorder.step = whole  # type: ignore[method-assign]
+    kinds = [
+        (bool(proposals), sum(n for _, _, n in ingests)) for ingests, proposals in recorder.steps
+    ]
+    assert kinds[:6] == [(True, 0), (False, 64), (True, 0), (False, 64), (True, 0), (False, 22)]
 
 
 async def test_rows_without_a_proposal_come_in_bounded_steps(
