@@ -64,6 +64,8 @@ class RunCommand:
                 f"{run_folder} holds a run; --resume continues it, --out begins another one"
             )
         self._shards = [ShardFolder(folder) for folder in data]
+        if (run_folder / STATE).exists():
+            self._keep_to_begun()
         self._facts = self._describe()
         self._check_unchanged()
 
@@ -85,6 +87,14 @@ class RunCommand:
             ],
         }
         return dict(json.loads(json.dumps(described)))
+
+    def _keep_to_begun(self) -> None:
+        """The shards that the run began with; folders may have grown since."""
+        begun = json.loads((self._folder / RUN_FILE).read_text())["facts"]["data"]
+        if [folder.path.name for folder in self._shards] != [one["folder"] for one in begun]:
+            return  # said by `_check_unchanged`
+        for folder, one in zip(self._shards, begun, strict=True):
+            folder.keep_only(one["shards"])
 
     def _check_unchanged(self) -> None:
         path = self._folder / RUN_FILE

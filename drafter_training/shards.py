@@ -129,6 +129,17 @@ class ShardFolder:
     def __getitem__(self, number: int) -> ShardFacts:
         return self._shards[number]
 
+    def keep_only(self, hashes: dict[str, str]) -> None:
+        """Forgets all shards but these (number to SHA-256), which must be there and whole.
+
+        A run over a folder that goes on growing keeps to the shards that it began with.
+        """
+        for name, digest in hashes.items():
+            found = self._shards.get(int(name))
+            if found is None or found.sha256 != digest:
+                raise ShardError(f"{self.path}: shard {name} is missing or not the one it was")
+        self._shards = {int(name): self._shards[int(name)] for name in hashes}
+
     def missing(self) -> int:
         """The lowest number that no whole shard has."""
         return next(number for number in range(len(self._shards) + 1) if number not in self._shards)

@@ -40,11 +40,15 @@ def test_runs_are_begun_resumed_and_not_mixed_up(root: Path) -> None:
     first = invoke("run", *common(root), *data, "--name", "a", "--epochs", 0.5)
     drafter = Path(first.stdout.strip())
     assert (drafter / "model.safetensors").is_file()
+    facts = json.loads((root / "a/run.json").read_text())["facts"]
     refused = invoke("run", *common(root), *data, "--name", "a", "--epochs", 0.5, expect=1)
     assert "--resume" in refused.output
     other = ("run", *common(root), *data, "--name", "a", "--resume", "--epochs", 0.5)
     assert "another preset" in invoke(*other, "--anchors", 3, expect=1).output.replace("\n", " ")
+    # The data may have grown; the run keeps to what it began with.
+    invoke("data", *common(root), "--answer-tokens", 750, "--slots", 8)
     invoke(*other)
+    assert json.loads((root / "a/run.json").read_text())["facts"] == facts
     invoke("run", *common(root), *data, "--name", "b", "--epochs", 0.5, "--init-from", drafter)
     begun = json.loads((root / "b/run.json").read_text())
     assert begun["start"] == "the drafter drafter"
