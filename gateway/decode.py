@@ -17,7 +17,8 @@ async def decode(session: Session, request: Phase, emit: Emit) -> None:
     A round proposes, verifies, accepts and emits. It starts from the anchor, the last committed
     token, whose features do not exist yet: the target reads the anchor and the draft tokens in one
     pass, agrees with the first `accepted` of them, and adds its own next token, the bonus, which is
-    the next anchor. Without a proposal, for whatever reason, that is a plain step.
+    the next anchor. Without a proposal, for whatever reason, that is a plain step; where there will
+    never be one, the target may take a few of them at once.
 
     Raises:
         FlashduetError: the target cannot go on. Nothing about a draft is ever raised.
@@ -38,11 +39,18 @@ async def decode(session: Session, request: Phase, emit: Emit) -> None:
             proposal = await drafter.propose(answer, round_)
 
             with round_.phase("verify") as verify:
-                verified = await target.verify(number, base, proposal.token_ids, verify.traceparent)
+                verified = await target.verify(
+                    number,
+                    base,
+                    proposal.token_ids,
+                    verify.traceparent,
+                    more_steps=proposal.more_steps,
+                )
 
             with round_.phase("accept"):
                 accepted = proposal.token_ids[: verified.accepted]
-                chunk = answer.commit([*accepted, verified.bonus_token_id], verified.logprobs)
+                committed = [*accepted, verified.bonus_token_id, *verified.more_token_ids]
+                chunk = answer.commit(committed, verified.logprobs)
                 drafter.learn(proposal, verified, verify.seconds)
                 tally.count_round(proposal, verified, committed=len(chunk.token_ids))
                 await emit(chunk)

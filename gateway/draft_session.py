@@ -44,7 +44,8 @@ class OpenedDraft:
 class Proposal:
     """Draft tokens for the positions after the anchor, or none and why.
 
-    `block_length` is what was asked for; `seconds` the time from asking to having it.
+    `block_length` is what was asked for; `seconds` the time from asking to having it; `more_steps`
+    how many plain steps may follow the round at once, since none of them would be drafted either.
     """
 
     token_ids: list[int]
@@ -52,6 +53,7 @@ class Proposal:
     block_length: int = 1
     seconds: float = 0.0
     timings: PhaseTimings | None = None
+    more_steps: int = 0
 
 
 class DraftSession:

@@ -21,7 +21,10 @@ class Drafter:
         controller: BlockController | None,
         tally: Tally,
         undrafted: str,
+        steps_at_once: int = 1,
     ) -> None:
+        """`steps_at_once`: plain steps that the client does not mind to hear of together."""
+        self._steps_at_once = steps_at_once
         self._session = session
         self._controller = controller
         self._tally = tally
@@ -40,7 +43,9 @@ class Drafter:
         """Draft tokens for the coming round; none, with the reason, where there can be none."""
         session, controller = self._session, self._controller
         if session is None or controller is None:
-            return Proposal([], self._undrafted)
+            return self._never(self._undrafted, answer)
+        if session.lost:
+            return self._never(session.lost, answer)
         if answer.wanted == 1:
             return Proposal([], "last_token")
         number = self._tally.rounds + 1
@@ -63,6 +68,10 @@ class Drafter:
             self._tally.draft_spent(proposal.timings)
         return proposal
 
+    def _never(self, reason: str, answer: Answer) -> Proposal:
+        """Nothing now nor later."""
+        return Proposal([], reason, more_steps=min(self._steps_at_once, answer.wanted) - 1)
+
     def learn(self, proposal: Proposal, verified: DecodeVerified, verify_s: float) -> None:
         """Take the target's verdict into account."""
         session, controller = self._session, self._controller
@@ -76,7 +85,7 @@ class Drafter:
                 proposal.block_length, drafted, verified.accepted, proposal.seconds, verify_s
             )
         else:
-            controller.observe_plain(verify_s)
+            controller.observe_plain(verify_s / (1 + len(verified.more_token_ids)))
 
     def close(self) -> None:
         """Free the draft's session; safe at any time."""

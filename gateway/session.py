@@ -55,6 +55,7 @@ class Session:
             top_logprobs=request.top_logprobs,
             priority=_PRIORITIES[request.priority],
             cache_salt=request.cache_salt,
+            stop_token_ids=sorted(request.stop_ids),
         )
 
     async def finish(self) -> None:

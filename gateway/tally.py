@@ -142,15 +142,19 @@ class Tally:
         self.add("propose.sample", timings.sample_us / 1e6)
 
     def count_round(self, proposal: Proposal, verified: DecodeVerified, *, committed: int) -> None:
-        """Add a round, of which `committed` tokens were kept (after stop and budget)."""
-        self.rounds += 1
+        """Add a round, of which `committed` tokens were kept (after stop and budget).
+
+        Plain steps that followed it are rounds of their own, of a token each.
+        """
         if proposal.token_ids:
+            self.rounds += 1
             self.drafted_rounds += 1
             self.drafted_tokens += len(proposal.token_ids)
             self.accepted_tokens += min(verified.accepted, committed)
         else:
+            self.rounds += committed
             reason = proposal.undrafted
-            self._undrafted[reason] = self._undrafted.get(reason, 0) + 1
+            self._undrafted[reason] = self._undrafted.get(reason, 0) + committed
         self._target_spent("verify", verified.timings)
 
     def include(self, others: Sequence[Tally]) -> None:

@@ -45,14 +45,24 @@ class TargetSession:
         return answer.opened
 
     async def verify(
-        self, round_: int, base: int, token_ids: list[int], traceparent: str
+        self,
+        round_: int,
+        base: int,
+        token_ids: list[int],
+        traceparent: str,
+        *,
+        more_steps: int = 0,
     ) -> pb.DecodeVerified:
         """One pass over the anchor (at position `base`) and the draft tokens; [] is a plain step.
+
+        `more_steps` plain steps follow it without being asked for; fewer where a stop id comes up.
 
         Raises:
             FlashduetError: what the target refused, or Unavailable when it is gone.
         """
-        verify = pb.DecodeVerify(round=round_, base=base, token_ids=token_ids)
+        verify = pb.DecodeVerify(
+            round=round_, base=base, token_ids=token_ids, more_steps=more_steps
+        )
         answer = await self._ask(pb.DecodeRequest(traceparent=traceparent, verify=verify))
         verified = answer.verified
         if verified.round != round_ or verified.accepted > len(token_ids):
@@ -60,6 +70,8 @@ class TargetSession:
                 f"the target answered round {round_} ({len(token_ids)} draft tokens) with round "
                 f"{verified.round} ({verified.accepted} accepted)"
             )
+        if len(verified.more_token_ids) > more_steps:
+            raise FlashduetError("the target took more steps than it was asked for")
         return verified
 
     async def close(self) -> None:

@@ -104,7 +104,7 @@ class Sessions:
 
         Raises:
             Conflict: the base is not the anchor's position.
-            InvalidRequest: too many tokens, or one outside the vocabulary.
+            InvalidRequest: too many tokens or steps, or a token outside the vocabulary.
         """
         if message.base != session.anchor_position:
             raise Conflict(
@@ -117,6 +117,9 @@ class Sessions:
         if count > room:
             limit = f"the session has room for {room} after its anchor"
             raise InvalidRequest("verify.token_ids", f"{count} tokens", limit)
+        if message.more_steps > room - count:
+            limit = f"the session has room for {room - count} after this round"
+            raise InvalidRequest("verify.more_steps", message.more_steps, limit)
         self.check_tokens("verify.token_ids", message.token_ids)
 
     def _token_limit(self, message: target_pb2.DecodeOpen) -> int:

@@ -86,3 +86,11 @@ def phase_timings(outcome: Outcome) -> common_pb2.PhaseTimings:
         sample_us=total["sample"] // 1000,
         publish_us=outcome.published_ns // 1000,
     )
+
+
+def add_timings(total: common_pb2.PhaseTimings, more: common_pb2.PhaseTimings) -> None:
+    """Add the timings of a step to those of the steps before it."""
+    total.queue_us += more.queue_us
+    total.forward_us += more.forward_us
+    total.sample_us += more.sample_us
+    total.publish_us += more.publish_us

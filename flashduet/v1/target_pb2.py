@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from flashduet.v1 import common_pb2 as flashduet_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66lashduet/v1/target.proto\x12\x0c\x66lashduet.v1\x1a\x19\x66lashduet/v1/common.proto\"\xb3\x01\n\rDecodeRequest\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12(\n\x04open\x18\x02 \x01(\x0b\x32\x18.flashduet.v1.DecodeOpenH\x00\x12,\n\x06verify\x18\x03 \x01(\x0b\x32\x1a.flashduet.v1.DecodeVerifyH\x00\x12*\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x19.flashduet.v1.DecodeCloseH\x00\x42\t\n\x07message\"\xbd\x03\n\nDecodeOpen\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x1a\n\rprompt_length\x18\x05 \x01(\rH\x00\x88\x01\x01\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.flashduet.v1.SamplingParams\x12\x1e\n\x11\x64raft_instance_id\x18\x07 \x01(\x0cH\x01\x88\x01\x01\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\rH\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\rH\x03\x88\x01\x01\x12\x19\n\x0ctop_logprobs\x18\n \x01(\rH\x04\x88\x01\x01\x12(\n\x08priority\x18\x0b \x01(\x0e\x32\x16.flashduet.v1.Priority\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\x19\n\x11\x64raft_context_hit\x18\r \x01(\rB\x10\n\x0e_prompt_lengthB\x14\n\x12_draft_instance_idB\x0e\n\x0c_deadline_msB\r\n\x0b_max_tokensB\x0f\n\r_top_logprobs\">\n\x0c\x44\x65\x63odeVerify\x12\r\n\x05round\x18\x01 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\r\n\x0b\x44\x65\x63odeClose\"\xa9\x01\n\x0e\x44\x65\x63odeResponse\x12,\n\x06opened\x18\x01 \x01(\x0b\x32\x1a.flashduet.v1.DecodeOpenedH\x00\x12\x30\n\x08verified\x18\x02 \x01(\x0b\x32\x1c.flashduet.v1.DecodeVerifiedH\x00\x12,\n\x06\x63losed\x18\x03 \x01(\x0b\x32\x1a.flashduet.v1.DecodeClosedH\x00\x42\t\n\x07message\"\xcc\x01\n\x0c\x44\x65\x63odeOpened\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x10\n\x08\x64rafting\x18\x03 \x01(\x08\x12+\n\x07timings\x18\x04 \x01(\x0b\x32\x1a.flashduet.v1.PhaseTimings\x12\x16\n\x0eprefill_chunks\x18\x05 \x01(\r\x12\x36\n\x0e\x66irst_logprobs\x18\x06 \x01(\x0b\x32\x1e.flashduet.v1.PositionLogprobs\"\xba\x01\n\x0e\x44\x65\x63odeVerified\x12\r\n\x05round\x18\x01 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\r\x12\x16\n\x0e\x62onus_token_id\x18\x03 \x01(\r\x12\x10\n\x08\x64rafting\x18\x04 \x01(\x08\x12+\n\x07timings\x18\x05 \x01(\x0b\x32\x1a.flashduet.v1.PhaseTimings\x12\x30\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1e.flashduet.v1.PositionLogprobs\"\x0e\n\x0c\x44\x65\x63odeClosed\"\"\n TargetServiceGetModelInfoRequest\"\x94\x02\n!TargetServiceGetModelInfoResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\x0c\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\'\n\x05\x66\x61\x63ts\x18\x03 \x01(\x0b\x32\x18.flashduet.v1.ModelFacts\x12\x14\n\x0cmax_sessions\x18\x04 \x01(\r\x12\x18\n\x10max_block_length\x18\x05 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12+\n\x06\x64rafts\x18\x07 \x03(\x0b\x32\x1b.flashduet.v1.AttachedDraft\x12\x10\n\x08numerics\x18\x08 \x01(\t\x12\x18\n\x10max_top_logprobs\x18\t \x01(\r\"j\n\rAttachedDraft\x12\x13\n\x0binstance_id\x18\x01 \x01(\x0c\x12*\n\ttransport\x18\x02 \x01(\x0e\x32\x17.flashduet.v1.Transport\x12\x18\n\x10target_layer_ids\x18\x03 \x03(\r\"\x1d\n\x1bTargetServiceGetLoadRequest\"\xb2\x03\n\x1cTargetServiceGetLoadResponse\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x02 \x01(\r\x12\x11\n\tkv_tokens\x18\x03 \x01(\x04\x12\x15\n\rmax_kv_tokens\x18\x04 \x01(\x04\x12\x14\n\x0cqueued_items\x18\x05 \x01(\r\x12\x14\n\x0cring_records\x18\x06 \x01(\r\x12\r\n\x05steps\x18\x07 \x01(\x04\x12\x31\n\x0e\x64ropped_chunks\x18\x08 \x03(\x0b\x32\x19.flashduet.v1.ReasonCount\x12\x11\n\tkv_blocks\x18\t \x01(\r\x12\x16\n\x0e\x66ree_kv_blocks\x18\n \x01(\r\x12\x18\n\x10\x63\x61\x63hed_kv_blocks\x18\x0b \x01(\r\x12\x17\n\x0fkv_block_tokens\x18\x0c \x01(\r\x12\x13\n\x0bpreemptions\x18\r \x01(\x04\x12\x15\n\rprompt_tokens\x18\x0e \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x0f \x01(\x04\x12*\n\nstep_times\x18\x10 \x03(\x0b\x32\x16.flashduet.v1.StepTime2\xab\x02\n\rTargetService\x12G\n\x06\x44\x65\x63ode\x12\x1b.flashduet.v1.DecodeRequest\x1a\x1c.flashduet.v1.DecodeResponse(\x01\x30\x01\x12o\n\x0cGetModelInfo\x12..flashduet.v1.TargetServiceGetModelInfoRequest\x1a/.flashduet.v1.TargetServiceGetModelInfoResponse\x12`\n\x07GetLoad\x12).flashduet.v1.TargetServiceGetLoadRequest\x1a*.flashduet.v1.TargetServiceGetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66lashduet/v1/target.proto\x12\x0c\x66lashduet.v1\x1a\x19\x66lashduet/v1/common.proto\"\xb3\x01\n\rDecodeRequest\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12(\n\x04open\x18\x02 \x01(\x0b\x32\x18.flashduet.v1.DecodeOpenH\x00\x12,\n\x06verify\x18\x03 \x01(\x0b\x32\x1a.flashduet.v1.DecodeVerifyH\x00\x12*\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x19.flashduet.v1.DecodeCloseH\x00\x42\t\n\x07message\"\xd5\x03\n\nDecodeOpen\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x1a\n\rprompt_length\x18\x05 \x01(\rH\x00\x88\x01\x01\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.flashduet.v1.SamplingParams\x12\x1e\n\x11\x64raft_instance_id\x18\x07 \x01(\x0cH\x01\x88\x01\x01\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\rH\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\rH\x03\x88\x01\x01\x12\x19\n\x0ctop_logprobs\x18\n \x01(\rH\x04\x88\x01\x01\x12(\n\x08priority\x18\x0b \x01(\x0e\x32\x16.flashduet.v1.Priority\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\x19\n\x11\x64raft_context_hit\x18\r \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\rB\x10\n\x0e_prompt_lengthB\x14\n\x12_draft_instance_idB\x0e\n\x0c_deadline_msB\r\n\x0b_max_tokensB\x0f\n\r_top_logprobs\"R\n\x0c\x44\x65\x63odeVerify\x12\r\n\x05round\x18\x01 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nmore_steps\x18\x04 \x01(\r\"\r\n\x0b\x44\x65\x63odeClose\"\xa9\x01\n\x0e\x44\x65\x63odeResponse\x12,\n\x06opened\x18\x01 \x01(\x0b\x32\x1a.flashduet.v1.DecodeOpenedH\x00\x12\x30\n\x08verified\x18\x02 \x01(\x0b\x32\x1c.flashduet.v1.DecodeVerifiedH\x00\x12,\n\x06\x63losed\x18\x03 \x01(\x0b\x32\x1a.flashduet.v1.DecodeClosedH\x00\x42\t\n\x07message\"\xcc\x01\n\x0c\x44\x65\x63odeOpened\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x10\n\x08\x64rafting\x18\x03 \x01(\x08\x12+\n\x07timings\x18\x04 \x01(\x0b\x32\x1a.flashduet.v1.PhaseTimings\x12\x16\n\x0eprefill_chunks\x18\x05 \x01(\r\x12\x36\n\x0e\x66irst_logprobs\x18\x06 \x01(\x0b\x32\x1e.flashduet.v1.PositionLogprobs\"\xd2\x01\n\x0e\x44\x65\x63odeVerified\x12\r\n\x05round\x18\x01 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\r\x12\x16\n\x0e\x62onus_token_id\x18\x03 \x01(\r\x12\x10\n\x08\x64rafting\x18\x04 \x01(\x08\x12+\n\x07timings\x18\x05 \x01(\x0b\x32\x1a.flashduet.v1.PhaseTimings\x12\x30\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1e.flashduet.v1.PositionLogprobs\x12\x16\n\x0emore_token_ids\x18\x07 \x03(\r\"\x0e\n\x0c\x44\x65\x63odeClosed\"\"\n TargetServiceGetModelInfoRequest\"\x94\x02\n!TargetServiceGetModelInfoResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\x0c\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\'\n\x05\x66\x61\x63ts\x18\x03 \x01(\x0b\x32\x18.flashduet.v1.ModelFacts\x12\x14\n\x0cmax_sessions\x18\x04 \x01(\r\x12\x18\n\x10max_block_length\x18\x05 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12+\n\x06\x64rafts\x18\x07 \x03(\x0b\x32\x1b.flashduet.v1.AttachedDraft\x12\x10\n\x08numerics\x18\x08 \x01(\t\x12\x18\n\x10max_top_logprobs\x18\t \x01(\r\"j\n\rAttachedDraft\x12\x13\n\x0binstance_id\x18\x01 \x01(\x0c\x12*\n\ttransport\x18\x02 \x01(\x0e\x32\x17.flashduet.v1.Transport\x12\x18\n\x10target_layer_ids\x18\x03 \x03(\r\"\x1d\n\x1bTargetServiceGetLoadRequest\"\xb2\x03\n\x1cTargetServiceGetLoadResponse\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x02 \x01(\r\x12\x11\n\tkv_tokens\x18\x03 \x01(\x04\x12\x15\n\rmax_kv_tokens\x18\x04 \x01(\x04\x12\x14\n\x0cqueued_items\x18\x05 \x01(\r\x12\x14\n\x0cring_records\x18\x06 \x01(\r\x12\r\n\x05steps\x18\x07 \x01(\x04\x12\x31\n\x0e\x64ropped_chunks\x18\x08 \x03(\x0b\x32\x19.flashduet.v1.ReasonCount\x12\x11\n\tkv_blocks\x18\t \x01(\r\x12\x16\n\x0e\x66ree_kv_blocks\x18\n \x01(\r\x12\x18\n\x10\x63\x61\x63hed_kv_blocks\x18\x0b \x01(\r\x12\x17\n\x0fkv_block_tokens\x18\x0c \x01(\r\x12\x13\n\x0bpreemptions\x18\r \x01(\x04\x12\x15\n\rprompt_tokens\x18\x0e \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x0f \x01(\x04\x12*\n\nstep_times\x18\x10 \x03(\x0b\x32\x16.flashduet.v1.StepTime2\xab\x02\n\rTargetService\x12G\n\x06\x44\x65\x63ode\x12\x1b.flashduet.v1.DecodeRequest\x1a\x1c.flashduet.v1.DecodeResponse(\x01\x30\x01\x12o\n\x0cGetModelInfo\x12..flashduet.v1.TargetServiceGetModelInfoRequest\x1a/.flashduet.v1.TargetServiceGetModelInfoResponse\x12`\n\x07GetLoad\x12).flashduet.v1.TargetServiceGetLoadRequest\x1a*.flashduet.v1.TargetServiceGetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,29 +35,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODEREQUEST']._serialized_start=71
   _globals['_DECODEREQUEST']._serialized_end=250
   _globals['_DECODEOPEN']._serialized_start=253
-  _globals['_DECODEOPEN']._serialized_end=698
-  _globals['_DECODEVERIFY']._serialized_start=700
-  _globals['_DECODEVERIFY']._serialized_end=762
-  _globals['_DECODECLOSE']._serialized_start=764
-  _globals['_DECODECLOSE']._serialized_end=777
-  _globals['_DECODERESPONSE']._serialized_start=780
-  _globals['_DECODERESPONSE']._serialized_end=949
-  _globals['_DECODEOPENED']._serialized_start=952
-  _globals['_DECODEOPENED']._serialized_end=1156
-  _globals['_DECODEVERIFIED']._serialized_start=1159
-  _globals['_DECODEVERIFIED']._serialized_end=1345
-  _globals['_DECODECLOSED']._serialized_start=1347
-  _globals['_DECODECLOSED']._serialized_end=1361
-  _globals['_TARGETSERVICEGETMODELINFOREQUEST']._serialized_start=1363
-  _globals['_TARGETSERVICEGETMODELINFOREQUEST']._serialized_end=1397
-  _globals['_TARGETSERVICEGETMODELINFORESPONSE']._serialized_start=1400
-  _globals['_TARGETSERVICEGETMODELINFORESPONSE']._serialized_end=1676
-  _globals['_ATTACHEDDRAFT']._serialized_start=1678
-  _globals['_ATTACHEDDRAFT']._serialized_end=1784
-  _globals['_TARGETSERVICEGETLOADREQUEST']._serialized_start=1786
-  _globals['_TARGETSERVICEGETLOADREQUEST']._serialized_end=1815
-  _globals['_TARGETSERVICEGETLOADRESPONSE']._serialized_start=1818
-  _globals['_TARGETSERVICEGETLOADRESPONSE']._serialized_end=2252
-  _globals['_TARGETSERVICE']._serialized_start=2255
-  _globals['_TARGETSERVICE']._serialized_end=2554
+  _globals['_DECODEOPEN']._serialized_end=722
+  _globals['_DECODEVERIFY']._serialized_start=724
+  _globals['_DECODEVERIFY']._serialized_end=806
+  _globals['_DECODECLOSE']._serialized_start=808
+  _globals['_DECODECLOSE']._serialized_end=821
+  _globals['_DECODERESPONSE']._serialized_start=824
+  _globals['_DECODERESPONSE']._serialized_end=993
+  _globals['_DECODEOPENED']._serialized_start=996
+  _globals['_DECODEOPENED']._serialized_end=1200
+  _globals['_DECODEVERIFIED']._serialized_start=1203
+  _globals['_DECODEVERIFIED']._serialized_end=1413
+  _globals['_DECODECLOSED']._serialized_start=1415
+  _globals['_DECODECLOSED']._serialized_end=1429
+  _globals['_TARGETSERVICEGETMODELINFOREQUEST']._serialized_start=1431
+  _globals['_TARGETSERVICEGETMODELINFOREQUEST']._serialized_end=1465
+  _globals['_TARGETSERVICEGETMODELINFORESPONSE']._serialized_start=1468
+  _globals['_TARGETSERVICEGETMODELINFORESPONSE']._serialized_end=1744
+  _globals['_ATTACHEDDRAFT']._serialized_start=1746
+  _globals['_ATTACHEDDRAFT']._serialized_end=1852
+  _globals['_TARGETSERVICEGETLOADREQUEST']._serialized_start=1854
+  _globals['_TARGETSERVICEGETLOADREQUEST']._serialized_end=1883
+  _globals['_TARGETSERVICEGETLOADRESPONSE']._serialized_start=1886
+  _globals['_TARGETSERVICEGETLOADRESPONSE']._serialized_end=2320
+  _globals['_TARGETSERVICE']._serialized_start=2323
+  _globals['_TARGETSERVICE']._serialized_end=2622
 # @@protoc_insertion_point(module_scope)

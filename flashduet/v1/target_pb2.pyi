@@ -20,7 +20,7 @@ class DecodeRequest(_message.Message):
     def __init__(self, traceparent: _Optional[str] = ..., open: _Optional[_Union[DecodeOpen, _Mapping]] = ..., verify: _Optional[_Union[DecodeVerify, _Mapping]] = ..., close: _Optional[_Union[DecodeClose, _Mapping]] = ...) -> None: ...
 
 class DecodeOpen(_message.Message):
-    __slots__ = ("session_id", "epoch", "choice", "token_ids", "prompt_length", "sampling", "draft_instance_id", "deadline_ms", "max_tokens", "top_logprobs", "priority", "cache_salt", "draft_context_hit")
+    __slots__ = ("session_id", "epoch", "choice", "token_ids", "prompt_length", "sampling", "draft_instance_id", "deadline_ms", "max_tokens", "top_logprobs", "priority", "cache_salt", "draft_context_hit", "stop_token_ids")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class DecodeOpen(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     DRAFT_CONTEXT_HIT_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     epoch: int
     choice: int
@@ -47,17 +48,20 @@ class DecodeOpen(_message.Message):
     priority: _common_pb2.Priority
     cache_salt: str
     draft_context_hit: int
-    def __init__(self, session_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., draft_instance_id: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., max_tokens: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., priority: _Optional[_Union[_common_pb2.Priority, str]] = ..., cache_salt: _Optional[str] = ..., draft_context_hit: _Optional[int] = ...) -> None: ...
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., draft_instance_id: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., max_tokens: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., priority: _Optional[_Union[_common_pb2.Priority, str]] = ..., cache_salt: _Optional[str] = ..., draft_context_hit: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DecodeVerify(_message.Message):
-    __slots__ = ("round", "base", "token_ids")
+    __slots__ = ("round", "base", "token_ids", "more_steps")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MORE_STEPS_FIELD_NUMBER: _ClassVar[int]
     round: int
     base: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, round: _Optional[int] = ..., base: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    more_steps: int
+    def __init__(self, round: _Optional[int] = ..., base: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., more_steps: _Optional[int] = ...) -> None: ...
 
 class DecodeClose(_message.Message):
     __slots__ = ()
@@ -90,20 +94,22 @@ class DecodeOpened(_message.Message):
     def __init__(self, first_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., drafting: _Optional[bool] = ..., timings: _Optional[_Union[_common_pb2.PhaseTimings, _Mapping]] = ..., prefill_chunks: _Optional[int] = ..., first_logprobs: _Optional[_Union[_common_pb2.PositionLogprobs, _Mapping]] = ...) -> None: ...
 
 class DecodeVerified(_message.Message):
-    __slots__ = ("round", "accepted", "bonus_token_id", "drafting", "timings", "logprobs")
+    __slots__ = ("round", "accepted", "bonus_token_id", "drafting", "timings", "logprobs", "more_token_ids")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     BONUS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     DRAFTING_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MORE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     round: int
     accepted: int
     bonus_token_id: int
     drafting: bool
     timings: _common_pb2.PhaseTimings
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]
-    def __init__(self, round: _Optional[int] = ..., accepted: _Optional[int] = ..., bonus_token_id: _Optional[int] = ..., drafting: _Optional[bool] = ..., timings: _Optional[_Union[_common_pb2.PhaseTimings, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
+    more_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round: _Optional[int] = ..., accepted: _Optional[int] = ..., bonus_token_id: _Optional[int] = ..., drafting: _Optional[bool] = ..., timings: _Optional[_Union[_common_pb2.PhaseTimings, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., more_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DecodeClosed(_message.Message):
     __slots__ = ()

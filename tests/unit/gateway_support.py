@@ -93,6 +93,7 @@ class ToySession:
     drafting: bool
     choice: int = 0
     top_logprobs: int | None = None
+    stop_ids: frozenset[int] = frozenset()
 
 
 def toy_logprobs(ids: Sequence[int], top_logprobs: int | None) -> list[PositionLogprobs]:
@@ -176,6 +177,7 @@ class ToyTarget(TargetServiceServicer):
             opening.HasField("draft_instance_id"),
             opening.choice,
             opening.top_logprobs if opening.HasField("top_logprobs") else None,
+            frozenset(opening.stop_token_ids),
         )
         self.sessions[opening.session_id] = session
         await asyncio.sleep(self.open_delay_s)
@@ -212,6 +214,10 @@ class ToyTarget(TargetServiceServicer):
         while accepted < len(verify.token_ids) and verify.token_ids[accepted] == wanted[accepted]:
             accepted += 1
         session.ids += wanted[: accepted + 1]
+        more: list[int] = []
+        while len(more) < verify.more_steps and session.ids[-1] not in session.stop_ids:
+            more.append(self.next_token(session))
+            session.ids.append(more[-1])
         if self.context_lost_at is not None and verify.round >= self.context_lost_at:
             session.drafting = False
         return target_pb2.DecodeResponse(
@@ -219,7 +225,8 @@ class ToyTarget(TargetServiceServicer):
                 round=verify.round,
                 accepted=accepted,
                 bonus_token_id=wanted[accepted],
-                logprobs=toy_logprobs(wanted[: accepted + 1], session.top_logprobs),
+                more_token_ids=more,
+                logprobs=toy_logprobs([*wanted[: accepted + 1], *more], session.top_logprobs),
                 drafting=session.drafting,
                 timings=PhaseTimings(queue_us=10, forward_us=1000, sample_us=100, publish_us=10),
             )

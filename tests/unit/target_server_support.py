@@ -96,6 +96,7 @@ class Stream:
         verified = (await self._read()).verified
         assert verified.round == self.rounds
         self.tokens += [*drafts[: verified.accepted], verified.bonus_token_id]
+        self.tokens += verified.more_token_ids
         return verified
 
     async def close(self) -> None:

@@ -56,6 +56,26 @@ async def test_rounds_give_what_generate_gives(running: RunningTarget, tiny: Tin
         await stream.close()
 
 
+async def test_steps_taken_together_give_what_they_give_one_by_one(
+    running: RunningTarget, tiny: TinyTarget
+) -> None:
+    tokens = prompt(20)
+    truth = tiny.generate(tokens, 30)
+    stop = next(token for token in truth[14:] if token not in truth[:14])
+    stream = running.decode()
+    await stream.open(tokens, max_tokens=30, stop_token_ids=[stop], top_logprobs=0)
+    many = await stream.verify(truth[1:3], more_steps=5)
+    assert (many.accepted, list(many.more_token_ids)) == (2, truth[4:9])
+    assert [entry.chosen.token_id for entry in many.logprobs] == truth[1:9]
+    one = await stream.verify()
+    assert many.timings.forward_us > one.timings.forward_us, "it is that of all six steps"
+    cut = await stream.verify(more_steps=19)
+    assert cut.more_token_ids[-1] == stop
+    assert stream.tokens == [*tokens, *truth[: truth.index(stop) + 1]]
+    await stream.send_verify(more_steps=30)
+    assert "more_steps" in (await stream.failure()).details()
+
+
 async def test_the_stream_s_end_is_a_close(running: RunningTarget) -> None:
     stream = running.decode()
     await stream.open(prompt(5))

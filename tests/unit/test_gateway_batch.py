@@ -1,0 +1,79 @@
+"""Batch requests: plain steps come several at a time, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from flashduet.v1 import gateway_pb2 as pb
+from flashduet.v1.common_pb2 import PRIORITY_BATCH, PRIORITY_INTERACTIVE
+from gateway.tokenization import Tokenizer
+from tests.support.tiny import IM_END
+from tests.unit.gateway_support import (
+    GeneratedAnswer,
+    ToyStack,
+    ask,
+    ids_of,
+    plain_answer,
+    tokenizer_folder,
+    toy_stack,
+)
+
+PROMPT = ids_of("hello")
+EXPECTED = plain_answer(PROMPT, 40)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(tokenizer_folder(Path(tmp_path_factory.mktemp("tokenizer"))))
+
+
+@pytest_asyncio.fixture
+async def stack(tokenizer: Tokenizer) -> AsyncIterator[ToyStack]:
+    async with toy_stack(tokenizer) as running:
+        yield running
+
+
+async def batch(stack: ToyStack, **fields: object) -> GeneratedAnswer:
+    return await stack.generate(ask(PROMPT, mode="off", priority=PRIORITY_BATCH, **fields))
+
+
+async def test_undrafted_steps_come_together(stack: ToyStack) -> None:
+    answer = await batch(stack)
+    assert answer.token_ids == EXPECTED
+    assert len(stack.target.verified_lengths) == 3, "16, 16 and the last 7"
+    assert (answer.stats.rounds, answer.undrafted) == (39, {"off": 39}), "each is a round"
+    assert answer.stats.acceptance_length == 1
+    assert (await batch(stack, max_tokens=2)).token_ids == EXPECTED[:2]
+    assert (await batch(stack, max_tokens=1)).token_ids == EXPECTED[:1]
+    await stack.all_free()
+
+
+async def test_whoever_waits_for_tokens_gets_them_one_by_one(stack: ToyStack) -> None:
+    interactive = ask(PROMPT, mode="off", priority=PRIORITY_INTERACTIVE)
+    assert (await stack.generate(interactive)).token_ids == EXPECTED
+    assert len(stack.target.verified_lengths) == 39
+
+
+async def test_a_batch_request_is_drafted_until_its_draft_is_lost(stack: ToyStack) -> None:
+    stack.target.context_lost_at = 2
+    answer = await stack.generate(ask(PROMPT, priority=PRIORITY_BATCH))
+    assert answer.token_ids == EXPECTED
+    assert answer.stats.drafted_rounds == 2
+    assert len(stack.target.verified_lengths) <= 5
+    assert answer.stats.rounds == answer.undrafted["context_lost"] + 2
+
+
+async def test_steps_past_a_stop_count_in_nothing(stack: ToyStack) -> None:
+    stack.target.script = [*ids_of("ab STOP and more of it"), IM_END, *ids_of("never seen")]
+    by_string = await batch(stack, stop=["STOP"], top_logprobs=0)
+    assert (by_string.text, by_string.token_ids) == ("ab ", ids_of("ab STOP"))
+    told = [e.chosen.token_id for chunk in by_string.chunks[0] for e in chunk.logprobs]
+    assert told == by_string.token_ids
+    assert by_string.stats.rounds == len(by_string.token_ids) - 1
+    by_id = await batch(stack)
+    assert by_id.token_ids == stack.target.script[: len("ab STOP and more of it") + 1]
+    assert by_id.complete.finish_reason == pb.FINISH_REASON_STOP
