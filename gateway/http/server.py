@@ -11,6 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from flashduet.errors import ConfigurationError
+from gateway.http.protocol import BoundedHeadProtocol
 
 
 class _Server(uvicorn.Server):
@@ -27,6 +28,7 @@ class HttpServer:
     def __init__(self, app: FastAPI, shutdown_grace_s: float) -> None:
         config = uvicorn.Config(
             app,
+            http=BoundedHeadProtocol,
             log_config=None,
             log_level="warning",
             access_log=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from contextlib import suppress
 from typing import Any
 
 import openai
@@ -12,6 +13,7 @@ import pytest
 
 from flashduet.errors import Overloaded
 from gateway.answer import Answer
+from gateway.http.protocol import BoundedHeadProtocol
 from gateway.tokenization import Tokenizer
 from tests.unit.gateway_support import until
 from tests.unit.http_support import CHAT, COMPLETIONS, HELLO, Http, events, pieces, serve_http
@@ -193,3 +195,25 @@ async def test_a_client_of_a_batch_that_goes_away_frees_all_of_it(http: Http, st
     await until(lambda: len(http.stack.target.sessions) == 4)
     asking.cancel()
     assert await http.stack.all_free(timeout_s=1.0) < 1.0
+
+
+@pytest.mark.parametrize("said", [b"", b"POST /v1/compl", b"GET /health HTTP/1.1\r\nhost: a\r\n"])
+@pytest.mark.parametrize("after_another", [False, True])
+async def test_a_connection_that_never_says_what_it_wants_is_closed(
+    http: Http, monkeypatch: pytest.MonkeyPatch, said: bytes, after_another: bool
+) -> None:
+    monkeypatch.setattr(BoundedHeadProtocol, "head_s", 0.3)
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.raw.base_url.port)
+    if after_another:
+        writer.write(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert (await reader.readuntil(b'"ok"}')).startswith(b"HTTP/1.1 200")
+    writer.write(said)
+    # Byte by byte is no way around it.
+    for _ in range(4 if said else 0):
+        await asyncio.sleep(0.1)
+        writer.write(b"x")
+    with suppress(ConnectionError):  # Whatever we wrote to the closed connection.
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+    writer.close()
+    http.stack.target.verify_delay_s = 0.2
+    assert (await http.post(max_tokens=3)).status_code == 200, "answers may take longer"
