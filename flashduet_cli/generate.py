@@ -23,7 +23,13 @@ from flashduet.client import (
     TokenLogprob,
 )
 from flashduet_cli import options
-from flashduet_cli.batch.command import BatchFiles, answer_file, environment, refuse_mixed
+from flashduet_cli.batch.command import (
+    DRAFTED_PROMPTS,
+    BatchFiles,
+    answer_file,
+    environment,
+    refuse_mixed,
+)
 from flashduet_cli.console import err, fail, phase_table, print_json, run
 from flashduet_cli.reach import Where, reached
 from flashduet_cli.stack import StackConfig
@@ -89,7 +95,13 @@ def generate(
         ),
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(min=1, max=4096, help="Prompts of --file at a time.")
+        int,
+        typer.Option(
+            min=1,
+            max=4096,
+            help=f"Prompts of --file at a time; above {DRAFTED_PROMPTS} of them nothing is drafted "
+            "unless --block-length says how.",
+        ),
     ] = 64,
     as_json: options.AsJson = False,
     verbose: options.Verbose = False,
@@ -103,6 +115,8 @@ def generate(
     if raw and system is not None:
         fail("--raw takes the prompt as it is; it has no place for --system", 2)
     refuse_mixed(prompt, file, out)
+    if file is not None and concurrency > DRAFTED_PROMPTS and block_length is None:
+        no_draft = True
     instructions = None if system is None else _utf8(system, "--system")
     asked: GenerateOptions = {
         "max_tokens": max_tokens,

@@ -16,6 +16,9 @@ from flashduet_cli.batch.run import Batch
 from flashduet_cli.console import fail, note, print_json
 from flashduet_cli.reach import Where, reached
 
+# With more answers at a time each step is full of them, and drafts would only take their room.
+DRAFTED_PROMPTS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class BatchFiles:

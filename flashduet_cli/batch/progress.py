@@ -11,7 +11,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeRemainingColumn,
 )
 
 from flashduet_cli.console import err, note
@@ -31,6 +30,8 @@ class BatchProgress:
         """
         self._total, self._done, self._failed, self._tokens = total, already, 0, 0
         self._already = already
+        # Of those prompts of this run that are done.
+        self._ended_tokens = 0
         self._started_at = time.monotonic()
         self._said_at = self._started_at
         self._bar: Progress | None = None
@@ -39,12 +40,13 @@ class BatchProgress:
                 TextColumn("answering"),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[rate]}"),
-                TimeRemainingColumn(elapsed_when_finished=True),
+                TextColumn("{task.fields[rate]}, {task.fields[left]}"),
                 console=err,
                 refresh_per_second=4,
             )
-            self._task = self._bar.add_task("", total=total, completed=already, rate="")
+            self._task = self._bar.add_task(
+                "", total=total, completed=already, rate=self._rate(), left=self._left()
+            )
 
     @property
     def tokens_per_second(self) -> float:
@@ -63,13 +65,14 @@ class BatchProgress:
         if self._bar is None:
             note(f"{self._done} of {self._total} prompts, {self._rate()}, {self._left()}")
         else:
-            self._bar.update(self._task, rate=self._rate())
+            self._bar.update(self._task, rate=self._rate(), left=self._left())
 
-    def done(self, *, failed: bool) -> None:
+    def done(self, *, failed: bool, tokens: int) -> None:
         self._done += 1
         self._failed += failed
+        self._ended_tokens += tokens
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._done, rate=self._rate())
+            self._bar.update(self._task, completed=self._done, rate=self._rate(), left=self._left())
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -90,8 +93,13 @@ class BatchProgress:
         return f"{self.tokens_per_second:.0f} tokens/s{failed}"
 
     def _left(self) -> str:
-        done = self._done - self._already
-        if not done:
+        """Prompts are answered many at a time, so what counts is tokens: those still to come.
+
+        Unfinished prompts are taken to get as many as the finished ones did.
+        """
+        ended = self._done - self._already
+        if not ended or not self._tokens:
             return "time left unknown"
-        seconds = self.seconds / done * (self._total - self._done)
+        wanted = self._ended_tokens / ended * (self._total - self._already)
+        seconds = max(wanted - self._tokens, 0) / self.tokens_per_second
         return f"about {seconds:.0f} s left"

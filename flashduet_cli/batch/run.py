@@ -26,8 +26,8 @@ class OnProgress(Protocol):
         """So many more tokens have come."""
         ...
 
-    def done(self, *, failed: bool) -> None:
-        """One more prompt is over."""
+    def done(self, *, failed: bool, tokens: int) -> None:
+        """One more prompt is over; its answers have so many tokens."""
         ...
 
 
@@ -92,32 +92,36 @@ class Batch:
         for prompt in waiting:
             started_at = time.monotonic()
             try:
-                answers = await self._converse(prompt)
+                generations = await self._converse(prompt)
             except Unavailable:
                 raise
             except FlashduetError as error:
                 self.totals.failed += 1
                 failure = {"type": type(error).__name__, "message": error.message}
                 self._answers.write({"id": prompt.id, "error": failure})
-                self._progress.done(failed=True)
+                self._progress.done(failed=True, tokens=0)
                 continue
             self.totals.answered += 1
             seconds = round(time.monotonic() - started_at, 3)
+            answers = [_line(generation) for generation in generations]
             self._answers.write({"id": prompt.id, "answers": answers, "seconds": seconds})
-            self._progress.done(failed=False)
+            tokens = sum(generation.usage.completion_tokens for generation in generations)
+            self.totals.tokens += tokens
+            self._progress.done(failed=False, tokens=tokens)
 
-    async def _converse(self, prompt: BatchPrompt) -> list[dict[str, object]]:
+    async def _converse(self, prompt: BatchPrompt) -> list[Generation]:
+        """The answers to a prompt, one a turn."""
         if self._options.get("raw", False):
-            return [_line(await self._ask(turn)) for turn in prompt.turns]
+            return [await self._ask(turn) for turn in prompt.turns]
         said = [*self._system, *prompt.messages]
         if not prompt.turns:
-            return [_line(await self._ask(said))]
+            return [await self._ask(said)]
         answers = []
         for turn in prompt.turns:
             said.append(Message("user", turn))
             generation = await self._ask(said)
             said.append(Message("assistant", generation.text))
-            answers.append(_line(generation))
+            answers.append(generation)
         return answers
 
     async def _ask(self, prompt: Prompt) -> Generation:
@@ -139,7 +143,6 @@ class Batch:
             async for chunk in stream:
                 self._progress.tokens(len(chunk.token_ids))
             generation = await stream.result()
-        self.totals.tokens += generation.usage.completion_tokens
         async with self._ended:
             self._ended.notify()
         return generation
