@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from target_service.job import Job, RoundJob
-from target_service.pacing import Pacing
+from target_service.pacing import Limit, Pacing
 from target_service.seat import Seat
 from target_service.seating import Seating
 from target_service.session import WorkItem
@@ -35,7 +36,8 @@ class Plan:
 
 
 class Planner:
-    """Rounds first, all that are there; then prompts, in turns, as far as rounds do not suffer.
+    """Rounds first, all that are there; then prompts, in turns, and batch sessions, as far as those
+    who are being answered do not suffer.
 
     Guarded by the scheduler's lock; `now` is the scheduler's clock in seconds.
 
@@ -48,74 +50,71 @@ class Planner:
         self, seating: Seating, times: StepTimes, *, max_step_tokens: int, chunk_tokens: int
     ) -> None:
         self._seating = seating
-        self._pacing = Pacing(times, max_step_tokens)
+        self._pacing = Pacing(times)
         self._max_step_tokens = max_step_tokens
         self._chunk_tokens = chunk_tokens
 
     def plan(self, ready: set[Seat], now: float) -> Plan:
         """The next step of the sessions in `ready`; no step is under way."""
-        if not ready:
-            return Plan()
-        due: list[Seat] = []
-        unfinished: list[Seat] = []
-        for seat in ready:
-            (unfinished if not seat.running or _missing(seat) else due).append(seat)
-        rounds, size = self._rounds(due)
-        # Nobody else to wait for and no prompt to pace: the usual way of a lone session.
-        if not unfinished and len(ready) == len(self._seating.seats):
-            return Plan(self._seated(rounds, now))
+        while ready:
+            draft, ask_again = self._draft(ready, now)
+            seated = self._seated(draft.rows, now)
+            if len(seated) == len(draft.rows):
+                turns = tuple(_turn(seat, seated[seat], now) for seat in draft.rows)
+                return Plan(turns) if turns else Plan(wait_s=ask_again - now)
+            # What those who found no blocks would have had of the step is for others.
+            ready = {seat for seat in ready if seat in seated or seat not in draft.rows}
+        return Plan(wait_s=_LOOK_AGAIN_S)
+
+    def _draft(self, ready: set[Seat], now: float) -> tuple[_Draft, float]:
+        """A step, whether or not there are blocks for it; when to ask again if it is empty."""
+        draft = _Draft(self._max_step_tokens)
+        due, patient = _split((seat for seat in ready if _round_is_next(seat)), now)
+        draft.add_rounds(due)
+        # No prompt and nobody else to think of: the usual way of a lone session.
+        if len(draft.rows) == len(self._seating.seats):
+            return draft, now
         decoding = [seat for seat in self._seating.seats if seat.decoding(now)]
-        if rounds:
-            until = self._pacing.gather_until(due, decoding, size, now)
+        if due or patient:
+            until = self._pacing.gather_until([*due, *patient], decoding, draft.size, now)
             if until is not None:
-                return Plan(wait_s=until - now)
-        ask_again = now + _LOOK_AGAIN_S
-        if unfinished:
-            protected = [seat for seat in decoding if not seat.session.batch]
-            unfinished.sort(key=_turn_key)
-            context = unfinished[0].session.table.length
-            allowance = self._pacing.allowance(size, protected, context, now)
-            ask_again = allowance.ask_again or ask_again
-            rounds |= self._chunks(unfinished, allowance.tokens, now)
-        turns = self._seated(rounds, now)
-        return Plan(turns) if turns else Plan(wait_s=ask_again - now)
+                return _Draft(0), until
+        answered = [seat for seat in decoding if not seat.session.batch]
+        limit = self._pacing.limit(draft.size, answered, now)
+        prompts, patient_prompts = _split((s for s in ready if not _round_is_next(s)), now)
+        self._add_chunks(draft, prompts, limit, now)
+        draft.add_rounds(patient, lambda size: self._pacing.fits(size, limit))
+        self._add_chunks(draft, patient_prompts, replace(limit, least=0), now)
+        ask_again = now + _LOOK_AGAIN_S if limit.ask_again is None else limit.ask_again
+        return draft, ask_again
 
-    def _rounds(self, due: list[Seat]) -> tuple[dict[Seat, int], StepSize]:
-        """Rows of each round that fits into the step, in the order of their turns; their sum."""
-        rounds: dict[Seat, int] = {}
-        total = StepSize(0)
-        for seat in sorted(due, key=_turn_key):
-            rows = _round_rows(seat)
-            if rounds and total.rows + rows > self._max_step_tokens:
-                break
-            rounds[seat] = rows
-            total += part_size(rows, seat.session.table.length)
-        return rounds, total
-
-    def _chunks(self, due: list[Seat], tokens: int, now: float) -> dict[Seat, int]:
-        """Rows of each prompt's next chunk, `tokens` in all, in the order given."""
-        chunks: dict[Seat, int] = {}
-        # No younger session begins while an older one waits for room, or it would never find any.
-        eldest_waiting: tuple[float, int] | None = None
-        for seat in due:
+    def _add_chunks(self, draft: _Draft, prompts: list[Seat], limit: Limit, now: float) -> None:
+        """Each prompt's next chunk, in their order, as far as limit and room go."""
+        if not prompts:
+            return
+        context = prompts[0].session.table.length
+        tokens = min(draft.room, self._pacing.chunk(draft.size, context, limit))
+        for seat in prompts:
             if tokens <= 0:
                 break
-            if not seat.running:
-                if eldest_waiting is not None and seat.age_key > eldest_waiting:
-                    continue
-                if not self._seating.start(seat, now):
-                    if seat.waits_for is None:
-                        eldest_waiting = min(seat.age_key, eldest_waiting or seat.age_key)
-                    continue
-                if seat.answered is None:
-                    self._seating.count_prompt(seat)
+            if not seat.running and not self._start(draft, seat, now):
+                continue
             # A preempted session may find all of its blocks again, and has its round at once.
             rows = min(_missing(seat), tokens, self._chunk_tokens) or _round_rows(seat)
-            chunks[seat] = rows
+            draft.add(seat, rows)
             tokens -= rows
-        return chunks
 
-    def _seated(self, wanted: dict[Seat, int], now: float) -> tuple[Turn, ...]:
+    def _start(self, draft: _Draft, seat: Seat, now: float) -> bool:
+        """Let a session begin, unless an older one waits for room: it would never find any."""
+        if draft.eldest_waiting is not None and seat.age_key > draft.eldest_waiting:
+            return False
+        if not self._seating.start(seat, now):
+            if seat.waits_for is None:
+                draft.eldest_waiting = min(seat.age_key, draft.eldest_waiting or seat.age_key)
+            return False
+        return True
+
+    def _seated(self, wanted: dict[Seat, int], now: float) -> dict[Seat, int]:
         """Those of them that get their blocks, the oldest first: only younger ones give way."""
         seated: dict[Seat, int] = {}
         for seat in sorted(wanted, key=_age_key) if len(wanted) > 1 else wanted:
@@ -128,18 +127,66 @@ class Planner:
                 if rows <= 0 or not self._seating.reserve(seat, length + rows, now):
                     continue
             seated[seat] = rows
-        return tuple(self._turn(seat, seated[seat], now) for seat in wanted if seat in seated)
+        return seated
 
-    def _turn(self, seat: Seat, rows: int, now: float) -> Turn:
-        assert seat.job is not None
-        seat.job.started()
-        if _missing(seat):
-            seat.turn_tokens += rows
-            if seat.turn_tokens >= _TURN_TOKENS:
-                seat.turn, seat.turn_tokens = now, 0
-        else:
-            seat.usual_rows = rows
-        return Turn(seat, seat.job, seat.job.next_item(rows))
+
+class _Draft:
+    """A step that is being put together: rows of each session, in order, and its size.
+
+    Attributes:
+        eldest_waiting: age of the oldest session that could not begin for want of blocks.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self.rows: dict[Seat, int] = {}
+        self.size = StepSize(0)
+        self.eldest_waiting: tuple[float, int] | None = None
+        self._max_rows = max_rows
+
+    @property
+    def room(self) -> int:
+        return self._max_rows - self.size.rows
+
+    def add(self, seat: Seat, rows: int) -> None:
+        self.rows[seat] = rows
+        self.size += part_size(rows, seat.session.table.length)
+
+    def add_rounds(self, seats: list[Seat], fits: Callable[[StepSize], bool] | None = None) -> None:
+        """Their rounds, in order, as many as fit; the first of a step always does."""
+        for seat in seats:
+            rows = _round_rows(seat)
+            if self.rows and rows > self.room:
+                break
+            size = self.size + part_size(rows, seat.session.table.length)
+            if fits is not None and not fits(size):
+                break
+            self.rows[seat] = rows
+            self.size = size
+
+
+def _split(seats: Iterable[Seat], now: float) -> tuple[list[Seat], list[Seat]]:
+    """Those whose turn it is, and batch sessions that have not waited for long; in turn."""
+    first: list[Seat] = []
+    patient: list[Seat] = []
+    for seat in sorted(seats, key=_turn_key):
+        (patient if seat.turn_key[0] > now else first).append(seat)
+    return first, patient
+
+
+def _round_is_next(seat: Seat) -> bool:
+    return seat.running and not _missing(seat)
+
+
+def _turn(seat: Seat, rows: int, now: float) -> Turn:
+    assert seat.job is not None
+    seat.job.started()
+    if _missing(seat):
+        seat.turn_tokens += rows
+        if seat.turn_tokens >= _TURN_TOKENS:
+            seat.turn, seat.turn_tokens = now, 0
+    else:
+        seat.usual_rows = rows
+    return Turn(seat, seat.job, seat.job.next_item(rows))
 
 
 def _missing(seat: Seat) -> int:

@@ -30,6 +30,7 @@ class Seat:
         leaving: nobody waits for it any more; it is freed after the step.
         running: its blocks hold, or are being filled with, its tokens; false before its first
             chunk and after a preemption.
+        counted: its prompt is in the totals.
         turn: when its turn to be prefilled began, or when its round came; the earliest goes first.
         turn_tokens: computed in this turn.
         chain: digests of its full blocks, made when first needed.
@@ -48,6 +49,7 @@ class Seat:
     in_step: bool = False
     leaving: bool = False
     running: bool = False
+    counted: bool = False
     turn: float = 0.0
     turn_tokens: int = 0
     chain: list[bytes] | None = None

@@ -41,6 +41,7 @@ class Seating:
             self.pool.release(session.table)
             return False
         seat.running = True
+        self._count_prompt(seat)
         self._claims.claim(seat, self._chain(seat)[len(session.table.block_ids) :])
         return True
 
@@ -59,9 +60,11 @@ class Seating:
         blocks = len(table.block_ids) + self.pool.free_blocks
         return blocks * self.pool.block_tokens - table.length
 
-    def count_prompt(self, seat: Seat) -> None:
-        """Its prompt begins: what of it was found needs no computing."""
-        assert seat.job is not None
+    def _count_prompt(self, seat: Seat) -> None:
+        """What was found of a prompt when it first began needs no computing."""
+        if seat.counted or seat.job is None:
+            return
+        seat.counted = True
         seat.job.cached_tokens = seat.session.table.length
         self.prompt_tokens += seat.session.committed_length
         self.cached_prompt_tokens += seat.session.table.length

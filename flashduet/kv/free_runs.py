@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# Left free for the one before a newcomer: enough for most answers, and little enough for memory
+# to be touched from its start on.
+_GROWTH = 128
+
 
 class FreeRuns:
     """Ids 0..count-1, all free at first.
@@ -41,9 +45,9 @@ class FreeRuns:
         return taken
 
     def _place(self, start: int, wanted: int) -> int:
-        """Where in a run a newcomer begins: in its middle, so that the one before it can grow."""
+        """Where in a run a newcomer begins: not at once, so that the one before it can grow."""
         room = self._lengths[start] - wanted
-        return start if start == 0 else start + max(0, room // 2)
+        return start if start == 0 else start + max(0, min(room // 2, _GROWTH))
 
     def _cut(self, start: int, first: int, count: int) -> list[int]:
         """Take up to `count` ids from `first` on out of the run that begins at `start`."""

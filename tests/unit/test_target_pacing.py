@@ -117,6 +117,23 @@ async def test_batch_sessions_do_not_hold_a_prompt_back() -> None:
     assert [rows for (rows,) in simulation.engine.steps[done:]] == [256, 256, 88]
 
 
+@pytest.mark.parametrize("gap_s", [0.001, 0.015])
+async def test_batch_sessions_hardly_slow_an_interactive_one(gap_s: float) -> None:
+    simulation = world()
+    (interactive,) = start(simulation, 1, gap_s, 0)
+    live(simulation, [interactive], until=3.0)
+    calm = p99(interactive.between)
+    interactive.between.clear()
+    batch = [Client(session([s, 1, 2], limit=8000, batch=True), 0.002, 15) for s in range(32)]
+    for client in batch:
+        simulation.run(simulation.prefill(client.session))
+    began = simulation.now
+    live(simulation, [interactive, *batch], until=began + 10)
+    assert p99(interactive.between) <= 2.05 * calm
+    # And they get on: each waits for a few seconds at most.
+    assert all(len(client.between) >= 3 for client in batch)
+
+
 async def test_rounds_that_are_due_at_once_share_a_step() -> None:
     simulation = world()
     clients = start(simulation, 6, 0.004, 0)
@@ -164,4 +181,5 @@ def test_long_contexts_do_not_make_short_ones_seem_slow() -> None:
 
 def test_before_anything_was_measured_a_chunk_beside_rounds_is_small() -> None:
     seat = Seat(session([1]), 1, 0.0, answered=0.0, running=True)
-    assert Pacing(StepTimes(), 512).allowance(StepSize(1), [seat], 0, now=0.0).tokens == 4
+    pacing = Pacing(StepTimes())
+    assert pacing.chunk(StepSize(1), 0, pacing.limit(StepSize(1), [seat], now=0.0)) == 4
