@@ -95,11 +95,14 @@ class BatchProgress:
     def _left(self) -> str:
         """Prompts are answered many at a time, so what counts is tokens: those still to come.
 
-        Unfinished prompts are taken to get as many as the finished ones did.
+        Unfinished prompts are taken to get as many as the finished ones did. The first to finish
+        are the shortest, which shows when more have come than that makes in all.
         """
         ended = self._done - self._already
         if not ended or not self._tokens:
             return "time left unknown"
         wanted = self._ended_tokens / ended * (self._total - self._already)
+        if wanted <= self._tokens and self._done < self._total:
+            return "time left unknown"
         seconds = max(wanted - self._tokens, 0) / self.tokens_per_second
         return f"about {seconds:.0f} s left"
