@@ -39,6 +39,11 @@ class Probe:
         self._stderr: deque[str] = deque(maxlen=12)
         self._pump: asyncio.Task[None] | None = None
 
+    @property
+    def returncode(self) -> int | None:
+        """Exit status of the process; None while it runs."""
+        return self._process.returncode if self._process else None
+
     async def ask(self, do: str, **arguments: object) -> Any:
         """The result of one of the probe's commands.
 

@@ -38,10 +38,9 @@ async def _prefix(bench: Workbench, *, at_once: bool) -> Measured:
     shares, times, without = [], [], []
     for number in range(settings.count(4, 1)):
         prefix = settings.prompts.text(_PREFIX, first=17 * number)
-        prompts = [
-            prefix + settings.prompts.text(_SUFFIX, first=50 + 3 * number + index)
-            for index in range(_REQUESTS)
-        ]
+        # Texts would begin alike, by the chat template.
+        source = random.Random(number)
+        prompts = [prefix + source.choices(prefix, k=_SUFFIX) for _ in range(_REQUESTS)]
         salt = secrets.token_hex(8)
         if not at_once:
             await _prefill(running, prompts[:1], [salt])

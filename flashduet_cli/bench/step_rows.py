@@ -84,7 +84,7 @@ async def round_overhead(bench: Workbench) -> Measured:
 
 
 async def sampling_cost(bench: Workbench) -> Measured:
-    """Choosing the tokens of a verify at temperature 0.8 and top-p 0.95, against the verify."""
+    """Choosing the tokens of a verify at temperature 0.8 and top-p 0.95, against its forward."""
     running, engine = await bench.stack("fast"), await bench.target_engine()
     settings = bench.settings
     shares, forwards, samples = [], [], []
@@ -107,7 +107,7 @@ async def sampling_cost(bench: Workbench) -> Measured:
         )
         forwards += parts["forward"]
         samples += parts["sample"]
-        shares.append(sum(parts["sample"]) / (sum(parts["sample"]) + sum(parts["forward"])))
+        shares.append(sum(parts["sample"]) / sum(parts["forward"]))
     return Measured(
         statistics.mean(shares),
         shares,
