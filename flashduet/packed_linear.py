@@ -60,7 +60,7 @@ class SharedInput:
     """
 
     def __init__(self, product: PackedLinear) -> None:
-        self._product = product
+        self.product = product
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
@@ -68,7 +68,7 @@ class SharedInput:
         """Output of sibling `index` for x; its columns of the product, not contiguous."""
         if x is not self._input or self._outputs[index] is None:
             self._input = x
-            self._outputs = list(self._product(x).split(self._product.sizes, dim=-1))
+            self._outputs = list(self.product(x).split(self.product.sizes, dim=-1))
         output, self._outputs[index] = self._outputs[index], None
         if not any(part is not None for part in self._outputs):
             self._input = None
@@ -83,10 +83,10 @@ class SharedLinear(nn.Module):
         super().__init__()
         weight, _ = _parts(layer)
         self.out_features, self.in_features = weight.shape
-        self._shared, self._index = shared, index
+        self.shared, self._index = shared, index
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._shared.take(self._index, x)
+        return self.shared.take(self._index, x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,17 @@ class PackingReport:
     layers: int
     products: int
     nbytes: int
+
+
+def products(model: nn.Module) -> list[PackedLinear]:
+    """All packed products of a model that `pack_linears` went through."""
+    alone = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    shared = {
+        id(module.shared): module.shared.product
+        for module in model.modules()
+        if isinstance(module, SharedLinear)
+    }
+    return [*alone, *shared.values()]
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

@@ -59,7 +59,7 @@ def _load(settings: TargetSettings) -> tuple[LoadedTarget, Engine]:
     target = load_target(settings)
     plan = plan_memory(settings, target)
     plan.print()
-    engine = Engine(target, num_blocks=plan.num_blocks, block_tokens=plan.block_tokens)
+    engine = Engine(target, plan.num_blocks, plan.block_tokens, settings.numerics)
     engine.warm_up()
     # What is there now stays: a collection that looks through a million objects of torch and
     # Transformers would hold up a step by a tenth of a second.

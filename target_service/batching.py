@@ -85,21 +85,27 @@ class Batch:
             output.index_copy_(0, self.targets, flat)
 
 
-def split(
-    spans: Sequence[Span], rule: Visibility, kv: KVStorage
-) -> tuple[list[PlacedSpan], list[Batch]]:
-    """Spans that attend on their own, and batches of the others."""
+def place(spans: Sequence[Span]) -> list[PlacedSpan]:
+    """Give each span its row; they lie one after the other."""
     placed, row = [], 0
     for span in spans:
         placed.append(PlacedSpan(span, row))
         row += len(span.token_ids)
+    return placed
+
+
+def split(
+    spans: Sequence[Span], rule: Visibility, kv: KVStorage
+) -> tuple[list[PlacedSpan], list[Batch]]:
+    """Spans that attend on their own, and batches of the others."""
+    placed = place(spans)
     alone = [entry for entry in placed if entry.rows > _MOST_ROWS]
     batches = []
     for group in _groups([entry for entry in placed if entry.rows <= _MOST_ROWS], rule, kv):
         if len(group) == 1:
             alone += group
         else:
-            batches.append(_batch(group, rule, kv))
+            batches.append(make_batch(group, rule, kv))
     return alone, batches
 
 
@@ -134,11 +140,14 @@ def _groups(
     return groups
 
 
-def _batch(group: Sequence[PlacedSpan], rule: Visibility, kv: KVStorage) -> Batch:
+def make_batch(
+    group: Sequence[PlacedSpan], rule: Visibility, kv: KVStorage, blocks: int = 0
+) -> Batch:
+    """Lay the spans side by side, each with as many blocks as the longest or `blocks` if more."""
     size, device = kv.block_tokens, kv.device
     firsts = [_first_block(entry, rule, kv) for entry in group]
     lasts = [_last_block(entry, kv) for entry in group]
-    blocks = max(last - first for first, last in zip(firsts, lasts, strict=True)) + 1
+    blocks = max(blocks, *(last - first + 1 for first, last in zip(firsts, lasts, strict=True)))
     most = max(entry.rows for entry in group)
     ids: list[int] = []
     for entry, first, last in zip(group, firsts, lasts, strict=True):

@@ -22,6 +22,7 @@ from flashduet.sampling.position_logprobs import PositionLogprobs
 from target_service.batching import Span
 from target_service.features import FeatureCapture
 from target_service.forward import PackedModel
+from target_service.invariance_trial import make_invariant
 from target_service.load import LoadedTarget
 from target_service.session import (
     ContextRows,
@@ -31,6 +32,7 @@ from target_service.session import (
     StepResult,
     WorkItem,
 )
+from target_service.settings import NumericsChoice
 
 # Of packed logits from plain ones, by the element type's rounding; a wrong mask is far above.
 _LARGEST_DIFFERENCE = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
@@ -80,12 +82,20 @@ class Engine:
     Args:
         target: taken over; its model is changed to run packed rows fast.
         num_blocks, block_tokens: of the store of keys and values, allocated here.
+        numerics: with `batch_invariant`, `warm_up` makes results independent of the batch.
 
     Raises:
         CheckpointError: the model cannot be served; names its type and the reason.
     """
 
-    def __init__(self, target: LoadedTarget, num_blocks: int, block_tokens: int) -> None:
+    def __init__(
+        self,
+        target: LoadedTarget,
+        num_blocks: int,
+        block_tokens: int,
+        numerics: NumericsChoice = "fast",
+    ) -> None:
+        self._numerics = numerics
         self._config = target.config
         self._dtype = target.dtype
         self._device = target.device
@@ -151,7 +161,10 @@ class Engine:
 
         Raises:
             CheckpointError: packed passes over the store differ from a plain pass.
+            ConfigurationError: batch-invariant numerics cannot be had.
         """
+        if self._numerics == "batch_invariant":
+            make_invariant(self.packed, self.kv, self._config.vocab_size)
         plain = self.packed.plain_logits
         tokens = self.packed.probe_ids[0].tolist()
         tokens = tokens[: self.kv.num_blocks * self.kv.block_tokens]

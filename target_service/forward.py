@@ -14,9 +14,10 @@ from flashduet.errors import CheckpointError
 from flashduet.kv.storage import KVStorage
 from flashduet.packed_linear import can_pack, pack_linears
 from target_service.attention import PACKED, running
-from target_service.batching import Span
+from target_service.batching import Span, split
 from target_service.load import LoadedTarget
-from target_service.packed import GatherRoom, PackedPass
+from target_service.numerics import Invariance
+from target_service.packed import GatherRoom, PackedPass, Split
 from target_service.survey import survey, vary
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class PackedModel:
     Attributes:
         model: with packed attention; it can run no other passes any more.
         layers: its attention layers.
+        invariance: how passes are laid out where a result's bits must not depend on the pass.
         plain_logits: [n, V] of the untouched model for `probe_ids` [1, n], to compare with.
 
     Raises:
@@ -40,6 +42,7 @@ class PackedModel:
         self.model: Any = target.model
         self._device = target.device
         self._room = GatherRoom()
+        self.invariance: Invariance | None = None
         accepted = inspect.signature(self.model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._takes_logits_to_keep = "logits_to_keep" in accepted
@@ -72,6 +75,11 @@ class PackedModel:
         Returns:
             logits [k, V].
         """
+        wanted = len(keep)
+        chosen_split: Split = split
+        if self.invariance is not None:
+            spans, keep = self.invariance.pad(spans, kv), self.invariance.pad_rows(keep)
+            chosen_split = self.invariance.split
         ids = [token_id for span in spans for token_id in span.token_ids]
         positions = [position for span in spans for position in range(span.base, span.end)]
         arguments: dict[str, Any] = {
@@ -82,10 +90,11 @@ class PackedModel:
             arguments["position_ids"] = torch.tensor([positions], device=self._device)
         if self._takes_logits_to_keep:
             arguments["logits_to_keep"] = keep
-        with running(PackedPass(self.layers, kv, spans, self._room)):
+        with running(PackedPass(self.layers, kv, spans, self._room, chosen_split)):
             logits: Tensor = self.model(**arguments).logits[0]
         if not self._takes_logits_to_keep:
             logits = logits.index_select(0, keep)
+        logits = logits[:wanted]
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return logits

@@ -19,16 +19,25 @@ _PRODUCT_ROWS = 8
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, extras: Extras
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    extras: Extras,
+    *,
+    batched: bool,
 ) -> Tensor:
-    """Returns [s, m, heads, value_size]."""
+    """Returns [s, m, heads, value_size].
+
+    `batched` keeps to matrix products, whatever the numbers.
+    """
     heads, count, rows, size = query.shape
     kv_heads = keys.shape[0]
     group = heads // kv_heads
     # All heads of a group as rows over the same keys: nothing is repeated.
     folded = query.view(kv_heads, group, count, rows, size).transpose(1, 2)
     few = rows < _PRODUCT_ROWS or query.dtype == torch.float32
-    if count == 1 and few and extras.plain:
+    if not batched and few and extras.plain:
         output = _fused(folded, keys, values, mask, extras.scaling)
     else:
         output = _products(folded, keys, values, mask, extras)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from flashduet.kv.storage import KVStorage, LayerShape, Slots
 from target_service.attention import Extras
-from target_service.batching import Batch, Span, split
+from target_service.batching import Batch, PlacedSpan, Span, split
 from target_service.kernels import attend
 from target_service.survey import AttentionLayers
 from target_service.visibility import Visibility
+
+Split = Callable[[Sequence[Span], Visibility, KVStorage], tuple[list[PlacedSpan], list[Batch]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class PackedPass:
     Args:
         spans: in the order of the row's tokens; no two of one sequence.
         room: tensors for gathered blocks, kept from pass to pass.
+        split: which spans attend on their own, and which in batches.
     """
 
     def __init__(
@@ -52,10 +55,12 @@ class PackedPass:
         kv: KVStorage,
         spans: Sequence[Span],
         room: GatherRoom,
+        split: Split = split,
     ) -> None:
         self._layers = layers
         self._kv = kv
         self._room = room
+        self._split = split
         self._written = _written(kv, spans)
         self._seen = {rule: self._see(rule, spans) for rule in set(layers.rules)}
 
@@ -81,16 +86,24 @@ class PackedPass:
                 values.unflatten(1, (count, -1)),
                 batch.mask,
                 extras,
+                batched=True,
             )
             batch.put(output, result)
         return output.unsqueeze(0)
 
     def _attend_view(self, index: int, view: _View, query: Tensor, extras: Extras) -> Tensor:
         keys, values = self._kv.fetch(index, view.slots)
-        return attend(query.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1), view.mask, extras)
+        return attend(
+            query.unsqueeze(1),
+            keys.unsqueeze(1),
+            values.unsqueeze(1),
+            view.mask,
+            extras,
+            batched=False,
+        )
 
     def _see(self, rule: Visibility, spans: Sequence[Span]) -> _Seen:
-        alone, batches = split(spans, rule, self._kv)
+        alone, batches = self._split(spans, rule, self._kv)
         views = []
         dtype, device = self._kv.keys[0].dtype, self._kv.device
         for placed in alone:
