@@ -19,6 +19,7 @@ from flashduet.kv.blocks import BlockPool
 from flashduet.sampling import Sampling
 from target_service.job import Job, Outcome, PrefillJob, RoundJob
 from target_service.roster import Roster
+from target_service.scheduler import StepEngine
 from target_service.session import (
     ContextRows,
     Interval,
@@ -160,6 +161,7 @@ class Simulation:
 
     Args:
         step_s, row_s, pair_s: of a step, of each of its rows, of each position that one attends to.
+        engine: in the ledger engine's place.
     """
 
     def __init__(
@@ -172,9 +174,11 @@ class Simulation:
         step_s: float = 0.010,
         row_s: float = 0.001,
         pair_s: float = 0.0,
+        engine: StepEngine | None = None,
     ) -> None:
         self.pool = BlockPool(blocks, size)
         self.engine = LedgerEngine(self.pool)
+        self._engine: StepEngine = engine or self.engine
         self.roster = Roster(self.pool, max_step_tokens=max_step_tokens, chunk_tokens=chunk_tokens)
         self.now = 0.0
         self.waited = 0.0
@@ -193,9 +197,10 @@ class Simulation:
         plan = self.roster.plan(self.now)
         if not plan.turns:
             return None
-        results = self.engine.step([turn.item for turn in plan.turns])
+        results = self._engine.step([turn.item for turn in plan.turns])
         step_s, row_s, pair_s = self._cost
-        rows, bases = self.engine.steps[-1], [turn.item.base for turn in plan.turns]
+        rows = [_rows(turn.item) for turn in plan.turns]
+        bases = [turn.item.base for turn in plan.turns]
         pairs = sum(n * base + n * (n + 1) // 2 for n, base in zip(rows, bases, strict=True))
         seconds = step_s + row_s * sum(rows) + pair_s * pairs
         self.now += seconds
