@@ -141,6 +141,23 @@ async def test_a_rewind_keeps_its_place_in_the_queue(
     assert drafted == result.drafts[0]
 
 
+async def test_rows_beyond_a_cut_are_never_written(
+    engine: DraftingEngine, recorded: tuple[Recorder, Scheduler]
+) -> None:
+    """Their blocks may be another session's by then."""
+    recorder, scheduler = recorded
+    context, called = engine.new_context(), list[str]()
+    rows = features_for(engine, 10)
+    for base in (0, 10, 20):
+        work = engine.ingest_work(context, base, rows)
+        scheduler.ingest(work, lambda error, base=base: called.append(str(base)))
+    scheduler.rewind(RewindWork(context.engine, 13))
+    scheduler.start()
+    await until(lambda: called == ["0", "10"])
+    assert sum(count for step, _ in recorder.steps for _, _, count in step) == 13
+    assert context.engine.length == 13
+
+
 async def test_dropped_and_cancelled_work_is_never_done(
     engine: DraftingEngine, recorded: tuple[Recorder, Scheduler]
 ) -> None:
