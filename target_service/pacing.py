@@ -47,6 +47,14 @@ class Limit:
     ask_again: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """Wait until that time, or until so many more rounds have come."""
+
+    until: float
+    rounds: int
+
+
 class Pacing:
     """Policy alone: it is told the time, the sessions being answered and what steps took."""
 
@@ -85,17 +93,18 @@ class Pacing:
                 return chunk
         return limit.least
 
-    def gather_until(
+    def gathering(
         self, due: Sequence[Seat], decoding: Sequence[Seat], rounds: StepSize, now: float
-    ) -> float | None:
-        """Until when the step should wait for rounds that come at any moment; None for now."""
+    ) -> Gathering | None:
+        """Whether the step should wait for rounds that come at any moment."""
         step_s = self._times.predict(rounds) or 0.0
         window_s = min(_GATHERING * step_s, _LONGEST_GATHERING_S)
         until = min(seat.turn for seat in due) + window_s
         if until <= now:
             return None
         missing = (seat.expected() for seat in decoding if seat.job is None)
-        return until if any(now - window_s < moment < until for moment in missing) else None
+        coming = sum(now - window_s < moment < until for moment in missing)
+        return Gathering(until, coming) if coming else None
 
 
 def _usual_round(seat: Seat) -> StepSize:

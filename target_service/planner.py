@@ -29,10 +29,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step, or how long to wait for more to do; None means until something happens."""
+    """A step, or how long to wait for more to do; None means until something happens.
+
+    `wake_at`: sessions ready before it is worth planning again within that time.
+    """
 
     turns: tuple[Turn, ...] = ()
     wait_s: float | None = None
+    wake_at: int = 0
 
 
 class Planner:
@@ -57,36 +61,39 @@ class Planner:
     def plan(self, ready: set[Seat], now: float) -> Plan:
         """The next step of the sessions in `ready`; no step is under way."""
         while ready:
-            draft, ask_again = self._draft(ready, now)
+            draft = self._draft(ready, now)
             seated = self._seated(draft.rows, now)
             if len(seated) == len(draft.rows):
                 turns = tuple(_turn(seat, seated[seat], now) for seat in draft.rows)
-                return Plan(turns) if turns else Plan(wait_s=ask_again - now)
+                if turns:
+                    return Plan(turns)
+                return Plan(wait_s=draft.ask_again - now, wake_at=draft.wake_at)
             # What those who found no blocks would have had of the step is for others.
             ready = {seat for seat in ready if seat in seated or seat not in draft.rows}
         return Plan(wait_s=_LOOK_AGAIN_S)
 
-    def _draft(self, ready: set[Seat], now: float) -> tuple[_Draft, float]:
-        """A step, whether or not there are blocks for it; when to ask again if it is empty."""
+    def _draft(self, ready: set[Seat], now: float) -> _Draft:
+        """A step, whether or not there are blocks for it."""
         draft = _Draft(self._max_step_tokens)
         due, patient = _split((seat for seat in ready if _round_is_next(seat)), now)
         draft.add_rounds(due)
         # No prompt and nobody else to think of: the usual way of a lone session.
         if len(draft.rows) == len(self._seating.seats):
-            return draft, now
+            return draft
         decoding = [seat for seat in self._seating.seats if seat.decoding(now)]
         if due or patient:
-            until = self._pacing.gather_until([*due, *patient], decoding, draft.size, now)
-            if until is not None:
-                return _Draft(0), until
+            gathering = self._pacing.gathering([*due, *patient], decoding, draft.size, now)
+            if gathering is not None:
+                wake_at = len(ready) + gathering.rounds
+                return _Draft(0, ask_again=gathering.until, wake_at=wake_at)
         answered = [seat for seat in decoding if not seat.session.batch]
         limit = self._pacing.limit(draft.size, answered, now)
         prompts, patient_prompts = _split((s for s in ready if not _round_is_next(s)), now)
         self._add_chunks(draft, prompts, limit, now)
         draft.add_rounds(patient, lambda size: self._pacing.fits(size, limit))
         self._add_chunks(draft, patient_prompts, replace(limit, least=0), now)
-        ask_again = now + _LOOK_AGAIN_S if limit.ask_again is None else limit.ask_again
-        return draft, ask_again
+        draft.ask_again = now + _LOOK_AGAIN_S if limit.ask_again is None else limit.ask_again
+        return draft
 
     def _add_chunks(self, draft: _Draft, prompts: list[Seat], limit: Limit, now: float) -> None:
         """Each prompt's next chunk, in their order, as far as limit and room go."""
@@ -135,9 +142,11 @@ class _Draft:
 
     Attributes:
         eldest_waiting: age of the oldest session that could not begin for want of blocks.
+        ask_again, wake_at: when to plan again, should it stay empty; see Plan.
     """
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, ask_again: float = 0.0, wake_at: int = 0) -> None:
+        self.ask_again, self.wake_at = ask_again, wake_at
         self.rows: dict[Seat, int] = {}
         self.size = StepSize(0)
         self.eldest_waiting: tuple[float, int] | None = None

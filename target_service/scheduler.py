@@ -55,6 +55,8 @@ class Scheduler:
         self._roster = Roster(pool, max_step_tokens=max_step_tokens, chunk_tokens=chunk_tokens)
         self._condition = threading.Condition()
         self._closing = False
+        # So many sessions must be ready before the waiting thread is worth waking.
+        self._wake_at = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -120,7 +122,8 @@ class Scheduler:
             if self._closing:
                 raise stopping()
             self._roster.add(job, time.perf_counter())
-            self._condition.notify()
+            if len(self._roster.ready) >= self._wake_at:
+                self._condition.notify()
         try:
             return await job.future
         except asyncio.CancelledError:
@@ -175,6 +178,7 @@ class Scheduler:
                 plan = self._roster.plan(time.perf_counter())
                 if plan.turns:
                     return plan.turns
+                self._wake_at = plan.wake_at
                 self._condition.wait(_IDLE_WAIT_S if plan.wait_s is None else plan.wait_s)
             return ()
 
