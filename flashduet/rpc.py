@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any as Anything
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import grpc
 import grpc.aio
@@ -22,6 +22,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from flashduet import errors
+from flashduet.lasting_server import LastingServer
 
 logger = logging.getLogger(__name__)
 
@@ -158,9 +159,13 @@ class Server:
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         """`interceptors` come after the one that turns errors into a status; they may raise."""
-        self.grpc = grpc.aio.server(
-            interceptors=[_ErrorsToStatus(), *interceptors], options=SERVER_OPTIONS
+        lasting = LastingServer(
+            lambda: grpc.aio.server(
+                interceptors=[_ErrorsToStatus(), *interceptors], options=SERVER_OPTIONS
+            )
         )
+        # Has what generated code calls of a grpc.aio.Server, and is none.
+        self.grpc = cast(Anything, lasting)
         self._names = ["", *service_names]
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

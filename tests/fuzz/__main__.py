@@ -18,7 +18,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.fuzz.campaign import run_campaign
+from tests.fuzz.campaign import noise, run_campaign
 from tests.fuzz.report import table
 from tests.support.pair import PATIENCE, Pair
 from tests.support.tiny import tiny_drafter, tiny_target
@@ -56,7 +56,8 @@ def main() -> int:
             print(f"{sent} requests in {time.monotonic() - start:.0f} s, seed {options.seed}")
         finally:
             if failed:
-                print(*pair.logs[-LOG_LINES:], sep="\n", file=sys.stderr)
+                lines = [line for line in pair.logs if not noise(line)]
+                print(*lines[-LOG_LINES:], sep="\n", file=sys.stderr)
             pair.stop()
     return int(failed)
 

@@ -89,6 +89,11 @@ class Pair:
         """Processes that run, by service."""
         return self._stack.pids
 
+    def ended(self) -> dict[str, int]:
+        """Exit statuses of processes that run no more, by service; a signal's is negative."""
+        ended = {name: one.returncode for name, one in self._stack._processes.items()}
+        return {name: code for name, code in ended.items() if code is not None}
+
     def pid(self, name: str) -> int:
         return self._stack.pids[name]
 
