@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from filelock import FileLock, Timeout
 
 from drafter_training.run_record import RUN_FILE, machine, write_json
 from drafter_training.self_test import write_self_test
@@ -30,6 +31,21 @@ class RunReport:
     tau_before: float
     tau: float
     drafter: Path
+
+
+def _only_us(folder: Path) -> FileLock:
+    """A lock on a run folder, held until this process ends.
+
+    Raises:
+        ConfigurationError: another process trains in it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / "lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigurationError(f"{folder}: another process is training in it") from None
+    return lock
 
 
 class RunCommand:
@@ -63,6 +79,8 @@ class RunCommand:
             raise ConfigurationError(
                 f"{run_folder} holds a run; --resume continues it, --out begins another one"
             )
+        if self._main:
+            self._lock = _only_us(run_folder)
         self._shards = [ShardFolder(folder) for folder in data]
         if (run_folder / STATE).exists():
             self._keep_to_begun()

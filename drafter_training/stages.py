@@ -28,8 +28,8 @@ from drafter_training.presets import PRESETS
 from drafter_training.run_command import RunCommand, RunReport
 from drafter_training.run_record import PLOT_FILE
 from drafter_training.target import target_folder
+from drafter_training.trainer import STATE, Trainer
 from drafter_training.trainer import Progress as Step
-from drafter_training.trainer import Trainer
 from drafter_training.workspace import Workspace
 from flashduet.errors import ConfigurationError
 from flashduet.models import served_name
@@ -74,7 +74,7 @@ def make(
     """Data, features, training."""
     preset = workspace.preset
     run = workspace.run_folder
-    if run.exists() and not resume:
+    if (run / STATE).exists() and not resume:
         raise ConfigurationError(
             f"{workspace.root} holds a run; --resume continues it, --out begins another one"
         )
@@ -140,7 +140,8 @@ def follow(command: RunCommand) -> RunReport:
         def started(trainer: Trainer, start: str) -> None:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: trainer.stop())
-            note(f"starting from {start}; {trainer.total_steps} steps")
+            begun = f"resuming at step {trainer.step}" if trainer.step else f"starting from {start}"
+            note(f"{begun}; {_length(trainer)}")
 
         with _bar("training", "") as training:
 
@@ -164,6 +165,11 @@ def follow(command: RunCommand) -> RunReport:
     return report
 
 
+def _length(trainer: Trainer) -> str:
+    minutes = trainer.settings.minutes
+    return f"{trainer.total_steps} steps" if minutes is None else f"{minutes:g} minutes"
+
+
 def _line(progress: Step) -> str:
     return f"step {progress.step} loss {progress.loss:.3f}"
 
@@ -172,7 +178,7 @@ def _measured(progress: Step) -> str:
     measured = progress.measured
     assert measured is not None
     return (
-        f"step {measured.step} of {progress.total_steps}: loss {measured.loss:.3f}; held out: loss "
+        f"step {measured.step}: loss {measured.loss:.3f}; held out: loss "
         f"{measured.held_out_loss:.3f}, tau {measured.block_tau:.3f} at random anchors, "
         f"{measured.tau:.3f} decoding"
     )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from typer.testing import CliRunner, Result
 
 from draft_service.shortlist import read_shortlist
@@ -52,6 +53,9 @@ def test_runs_are_begun_resumed_and_not_mixed_up(root: Path) -> None:
     invoke("run", *common(root), *data, "--name", "b", "--epochs", 0.5, "--init-from", drafter)
     begun = json.loads((root / "b/run.json").read_text())
     assert begun["start"] == "the drafter drafter"
+    with FileLock(root / "b/lock"):
+        twice = invoke("run", *common(root), *data, "--name", "b", "--resume", expect=1)
+    assert "another process" in twice.output.replace("\n", " ")
     wrong = ("run", *common(root), *data, "--name", "c", "--layers", 1, "--init-from", drafter)
     assert "num_layers" in invoke(*wrong, expect=1).output
 
