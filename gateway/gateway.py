@@ -138,7 +138,9 @@ class Gateway:
                 f"{active} answers are under way, and {self._settings.max_requests} are the most",
                 _RETRY_AFTER_S,
             )
-        most = self._settings.most_batch_requests
+        served = self.served()
+        sessions = served.max_sessions if served is not None else self._settings.max_requests
+        most = self._settings.most_batch_requests(sessions)
         if priority(message) is Priority.BATCH and active and active + wanted > most:
             raise Overloaded(
                 f"{active} answers are under way, and batch requests leave room above {most}",

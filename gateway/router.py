@@ -35,6 +35,7 @@ class ServedModel:
         block_length: what the drafter was trained with; 0 without one.
         created: seconds since the epoch when the gateway first saw it.
         max_top_logprobs: most likely tokens that every target tells with a chosen one.
+        max_sessions: of all targets together.
     """
 
     name: str
@@ -45,6 +46,7 @@ class ServedModel:
     block_length: int
     created: int
     max_top_logprobs: int = 0
+    max_sessions: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ class Router:
             block_length=drafter.block_length if drafter is not None else 0,
             created=self._created,
             max_top_logprobs=min(info.max_top_logprobs for info in infos),
+            max_sessions=sum(info.max_sessions for info in infos),
         )
 
     def route(self, *, drafted: bool) -> Route | None:

@@ -32,8 +32,8 @@ class GatewaySettings(ServiceSettings):
     # Answers made at the same time (a request with n choices is n of them); more are told to come
     # back.
     max_requests: int = Field(default=256, ge=1, le=100_000)
-    # How many of them may be of batch requests. None: seven eighths, so that interactive ones find
-    # room.
+    # How many of them may be of batch requests. None: seven eighths, also of the targets' sessions,
+    # so that interactive ones find room.
     max_batch_requests: int | None = Field(default=None, ge=1, le=100_000)
     # Most choices of one request.
     max_choices: int = Field(default=16, ge=1, le=128)
@@ -77,10 +77,11 @@ class GatewaySettings(ServiceSettings):
         """Choices of one request, which must also find room at once."""
         return min(self.max_choices, self.max_requests)
 
-    @property
-    def most_batch_requests(self) -> int:
-        """Answers of batch requests at the same time; one request always finds room when alone."""
-        return min(self.max_batch_requests or max(self.max_requests * 7 // 8, 1), self.max_requests)
+    def most_batch_requests(self, sessions: int) -> int:
+        """Answers of batch requests at a time, where the targets have so many sessions."""
+        if self.max_batch_requests is not None:
+            return self.max_batch_requests
+        return max(min(self.max_requests, sessions) * 7 // 8, 1)
 
     @field_validator("targets")
     @classmethod

@@ -77,12 +77,13 @@ async def answer_file(
 def environment(concurrency: int) -> dict[str, str]:
     """Room for so many sessions in a stack of one's own, where no variable says otherwise."""
     wanted = {
-        "FLASHDUET_TARGET_MAX_SESSIONS": concurrency,
-        "FLASHDUET_DRAFT_MAX_SESSIONS": concurrency,
-        # Batch requests get no more than seven eighths.
-        "FLASHDUET_GATEWAY_MAX_REQUESTS": concurrency * 8 // 7 + 1,
+        "FLASHDUET_TARGET_MAX_SESSIONS": str(concurrency),
+        "FLASHDUET_DRAFT_MAX_SESSIONS": str(concurrency),
+        "FLASHDUET_GATEWAY_MAX_REQUESTS": str(concurrency),
+        # Nobody else asks this stack, so nothing is kept free for them.
+        "FLASHDUET_GATEWAY_MAX_BATCH_REQUESTS": str(concurrency),
     }
-    return {name: str(value) for name, value in wanted.items() if name not in os.environ}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def _refuse_chats(prompts: list[BatchPrompt]) -> None:

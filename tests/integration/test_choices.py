@@ -100,3 +100,13 @@ def test_a_file_of_prompts_is_answered_as_its_prompts_alone(pair: Pair, tmp_path
             alone = client.generate(entry["id"], max_tokens=8).result()
             assert entry["answers"][0]["token_ids"] == alone.token_ids
     pair.assert_nothing_left()
+
+
+def test_a_batch_request_that_is_cancelled_in_mid_answer_leaves_nothing(pair: Pair):
+    with Client(pair.gateway) as client:
+        stream = client.generate(
+            PROMPT, max_tokens=150, n=4, ignore_eos=True, speculation="off", priority="batch"
+        )
+        next(iter(stream))
+        stream.cancel()
+        pair.assert_nothing_left()

@@ -149,6 +149,17 @@ async def test_batch_requests_leave_room_for_interactive_ones(tokenizer: Tokeniz
     ]
 
 
+async def test_batch_requests_leave_sessions_of_the_target_too(stack: ToyStack) -> None:
+    stack.target.verify_delay_s = 0.05
+    batch = ask(PROMPT, priority=PRIORITY_BATCH)
+    running = [asyncio.create_task(stack.generate(batch)) for _ in range(14)]
+    await until(lambda: stack.gateway.counts.active == 14)
+    with pytest.raises(grpc.RpcError, match="leave room above 14"):  # of the toy target's 16
+        await stack.generate(batch)
+    await stack.generate(ask(PROMPT, max_tokens=2))
+    await asyncio.gather(*running)
+
+
 async def test_the_draft_gets_the_prompt_and_the_target_what_the_draft_holds_of_it(
     stack: ToyStack,
 ) -> None:
