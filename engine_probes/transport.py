@@ -31,6 +31,7 @@ _RING_BYTES = 64 << 20
 # Chunks not yet acknowledged; the ring holds more.
 _WINDOW = 8
 _TIMEOUT_S = 60.0
+_LARGEST_MESSAGE = 4096
 
 
 class Producer:
@@ -43,7 +44,7 @@ class Producer:
         self._chunk_rows = chunk_rows
         self._sequence = 0
         self._folder = tempfile.TemporaryDirectory(prefix="flashduet-")
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(_TIMEOUT_S)
         instance = os.urandom(16)
         command = [sys.executable, "-m", "engine_probes.transport", "consumer", self._folder.name]
@@ -137,23 +138,12 @@ async def _open_receiver(peer: socket.socket, instance: bytes, options: Transpor
 
 
 def _send(peer: socket.socket, message: bytes) -> None:
-    peer.sendall(struct.pack("<I", len(message)) + message)
+    peer.sendall(message)
 
 
 def _receive(peer: socket.socket) -> bytes:
-    """One message; empty at the end of the connection."""
-    head = _exactly(peer, 4)
-    return _exactly(peer, struct.unpack("<I", head)[0]) if head else b""
-
-
-def _exactly(peer: socket.socket, count: int) -> bytes:
-    parts = b""
-    while len(parts) < count:
-        part = peer.recv(count - len(parts))
-        if not part:
-            return b""
-        parts += part
-    return parts
+    """One message, of which the socket keeps the borders; empty at the end of the connection."""
+    return peer.recv(_LARGEST_MESSAGE)
 
 
 if __name__ == "__main__":

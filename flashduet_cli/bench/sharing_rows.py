@@ -235,7 +235,7 @@ async def transport(bench: Workbench) -> Measured:
     facts = await bench.drafter_facts()
     width = int(facts["feature_bytes"]) // 2
     probe = await bench.transport()
-    rows, chunk_rows = 2048, 256
+    rows, chunk_rows = 2048, 512
     await probe.ask("start", rows=rows, width=width, chunk_rows=chunk_rows)
     repeats = settings.count(30, 5)
     ratios, copies, sends = [], [], []
