@@ -28,16 +28,30 @@ async def prompt(
         _check_characters("text", len(message.text), served, tokenizer)
         return "text", _some("text", await tokenizer.encode_text(message.text))
     if kind == "chat":
+        # Every message takes at least a token; a template walks through all of them first.
+        _check_count("messages", "messages", len(message.chat.messages), served)
         turns = _turns(message.chat.messages)
         _check_characters("messages", sum(len(t.content) for t in turns), served, tokenizer)
         variables = _variables(message.chat)
         return "messages", _some("messages", await tokenizer.encode_chat(turns, variables))
     if kind == "token_ids":
         ids = message.token_ids.ids
+        _check_count("token_ids", "tokens", len(ids), served)
         if len(ids) and max(ids) >= served.vocab_size:
             raise InvalidRequest("token_ids", max(ids), f"must be below {served.vocab_size}")
         return "token_ids", _some("token_ids", ids)
     raise InvalidRequest("prompt", "nothing", "one of text, chat and token_ids must be given")
+
+
+def _check_count(field: str, what: str, count: int, served: ServedModel) -> None:
+    """Refuse at once what cannot fit, before anything is done for each of them."""
+    if count > served.context_window:
+        raise InvalidRequest(
+            field,
+            f"{count} {what}",
+            f"at most {served.context_window} can fit the context window of "
+            f"{served.context_window} tokens",
+        )
 
 
 def _some(field: str, ids: Sequence[int]) -> tuple[int, ...]:

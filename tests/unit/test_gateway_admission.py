@@ -58,6 +58,8 @@ BAD = [
     (request(text="x" * 100_000), "text", "100000 characters", "context window of 64"),
     (request(token_ids=pb.TokenIds(ids=[5] * 64)), "token_ids", "64 tokens", "window of 64"),
     (request(chat=chat(("user", "x" * 60))), "messages", "tokens", "context window of 64"),
+    (request(token_ids=pb.TokenIds(ids=[5] * 65)), "token_ids", "65 tokens", "at most 64"),
+    (request(chat=chat(*[("user", "")] * 65)), "messages", "65 messages", "at most 64"),
     (request(text=""), "text", "no tokens", "at least one token"),
     (request(token_ids=pb.TokenIds()), "token_ids", "no tokens", "at least one token"),
     (request(max_tokens=65), "max_tokens", "65", "from 1 to 64"),
