@@ -114,10 +114,22 @@ class Nucleus:
         own = np.exp(distances(values, self._maxima[which], self._temperatures[which]))
         before += own * _sums(at[pair], ties, len(which))
         kept = before + self._margin(total) < top_p * total
+        rest = np.flatnonzero(~kept & relevant.any(axis=1))
+        if len(rest):
+            # Each of the other groups has at least the mass of its largest logit.
+            total = total[rest] + self._least_masses(which[rest], ~relevant[rest])
+            kept[rest] = before[rest] + self._margin(total) < top_p[rest] * total
         rest = np.flatnonzero(~kept)
         if len(rest):
             kept[rest] = self._hold_by_rows(which[rest], tokens[rest], values[rest])
         return np.asarray(kept)
+
+    def _least_masses(self, which: Ids, groups: npt.NDArray[np.bool_]) -> FloatArray:
+        """Of each row what `groups` [len(which), all] have at least together, by their maxima."""
+        maxima = self._table.group_maxima[self._rows[which]]
+        row = which[:, None]
+        mass = np.exp(distances(maxima, self._maxima[row], self._temperatures[row]))
+        return np.asarray((mass * groups).sum(axis=1))
 
     def _hold_by_rows(self, which: Ids, tokens: Ids, values: Values) -> npt.NDArray[np.bool_]:
         """As `holds`, by adding up whole rows in float32; exact sums where that can't tell."""
