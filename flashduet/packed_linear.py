@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 _ops = torch.ops.mkldnn
+# The overload itself: choosing it anew costs as much as the rest of the call.
+_linear = torch.ops.mkldnn._linear_pointwise.default
 
 
 class PackedLinear(nn.Module):
@@ -46,7 +48,10 @@ class PackedLinear(nn.Module):
         return cls([weight for weight, _ in parts], [bias for _, bias in parts])
 
     def forward(self, x: Tensor) -> Tensor:
-        return _ops._linear_pointwise(x, self._packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
+        return _linear(x, self._packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
+
+    # Without nn.Module's own call, which looks for hooks: there are several of these in each layer.
+    __call__ = forward
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
@@ -62,17 +67,17 @@ class SharedInput:
     def __init__(self, product: PackedLinear) -> None:
         self.product = product
         self._input: Tensor | None = None
-        self._outputs: list[Tensor | None] = []
+        self._outputs: tuple[Tensor, ...] = ()
 
     def take(self, index: int, x: Tensor) -> Tensor:
         """Output of sibling `index` for x; its columns of the product, not contiguous."""
-        if x is not self._input or self._outputs[index] is None:
+        if x is not self._input:
+            self._outputs = self.product(x).split(self.product.sizes, dim=-1)
             self._input = x
-            self._outputs = list(self.product(x).split(self.product.sizes, dim=-1))
-        output, self._outputs[index] = self._outputs[index], None
-        if not any(part is not None for part in self._outputs):
-            self._input = None
-        assert output is not None
+        output = self._outputs[index]
+        if index == len(self._outputs) - 1:
+            # Siblings are called in order; what they shared is let go with the last.
+            self._input, self._outputs = None, ()
         return output
 
 
@@ -87,6 +92,8 @@ class SharedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.shared.take(self._index, x)
+
+    __call__ = forward
 
 
 @dataclass(frozen=True, slots=True)

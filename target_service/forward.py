@@ -15,6 +15,7 @@ from flashduet.kv.storage import KVStorage
 from flashduet.packed_linear import can_pack, pack_linears
 from target_service.attention import PACKED, running
 from target_service.batching import Span, split
+from target_service.fast_norm import swap_norms
 from target_service.load import LoadedTarget
 from target_service.numerics import Invariance
 from target_service.packed import GatherRoom, PackedPass, Split
@@ -55,6 +56,7 @@ class PackedModel:
                 raise CheckpointError(f"model_type {kind!r}: a plain pass failed: {error}") from (
                     error
                 )
+            swap_norms(self.model)
             self.layers = survey(self.model, target.config, self._run_plain)
             if can_pack(target.dtype, target.device):
                 report = pack_linears(self.model, self._run_surveyed(target.config))
