@@ -1,8 +1,5 @@
 """Several answers, logprobs and penalties over real engines, with drafting as without."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -83,23 +80,6 @@ def test_a_prompt_is_found_again_but_not_under_another_salt(pair: Pair):
     assert again[2].speculation.drafted_rounds > 0
     stranger = ask("two", "fixed")
     assert (stranger.usage.cached_tokens, stranger.token_ids) == (0, first.token_ids)
-
-
-def test_a_file_of_prompts_is_answered_as_its_prompts_alone(pair: Pair, tmp_path):
-    file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-    texts = [f"prompt number {n}" for n in range(12)]
-    file.write_text("".join(json.dumps({"id": text, "prompt": text}) + "\n" for text in texts))
-    command = [sys.executable, "-m", "flashduet_cli", "generate", "--endpoint", pair.gateway]
-    command += ["--file", str(file), "--out", str(out), "--max-tokens", "8", "--concurrency", "6"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    entries = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {entry["id"] for entry in entries} == set(texts)
-    with Client(pair.gateway) as client:
-        for entry in entries:
-            alone = client.generate(entry["id"], max_tokens=8).result()
-            assert entry["answers"][0]["token_ids"] == alone.token_ids
-    pair.assert_nothing_left()
 
 
 def test_a_batch_request_that_is_cancelled_in_mid_answer_leaves_nothing(pair: Pair):
