@@ -91,19 +91,32 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.fused: Product | None = None
+        self.norms: Tensor | None = None
 
     def queries_keys_values(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """[..., q, H] → q [..., q, heads, d] and k, v [..., q, kv_heads, d]; q and k rotated."""
         if self.fused is None:
-            q, k, v = self.q_proj(h), self.k_proj(h), self.v_proj(h)
-        else:
-            q, k, v = self.fused(h).split(self.sizes, dim=-1)
-        q = self.q_norm(q.unflatten(-1, (-1, self.head_dim)))
-        k = self.k_norm(k.unflatten(-1, (-1, self.head_dim)))
-        return rotate(q, cos, sin), rotate(k, cos, sin), v.unflatten(-1, (-1, self.head_dim))
+            q, k, v = (
+                project(h).unflatten(-1, (-1, self.head_dim))
+                for project in (self.q_proj, self.k_proj, self.v_proj)
+            )
+            return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v
+        # Heads of queries and keys go through norm and rotation side by side.
+        assert self.norms is not None
+        heads = [size // self.head_dim for size in self.sizes]
+        joined = self.fused(h).unflatten(-1, (-1, self.head_dim))
+        both, v = joined.split([heads[0] + heads[1], heads[2]], dim=-2)
+        both = functional.rms_norm(both, (self.head_dim,), None, self.q_norm.eps) * self.norms
+        q, k = rotate(both, cos, sin).split(heads[:2], dim=-2)
+        return q, k, v
 
     def fuse(self, packed: bool) -> None:
         self.fused = fused([self.q_proj, self.k_proj, self.v_proj], packed)
+        rows = [size // self.head_dim for size in self.sizes[:2]]
+        weights = (self.q_norm.weight, self.k_norm.weight)
+        self.norms = torch.cat(
+            [weight.expand(count, -1) for weight, count in zip(weights, rows, strict=True)]
+        )
         if packed:
             self.o_proj = PackedLinear.of(self.o_proj)
             del self.q_proj, self.k_proj, self.v_proj
