@@ -34,8 +34,12 @@ TOP_LOGPROBS = 20
 SETTLE_S = 300.0
 
 
-async def time_per_token(stack: Stack, tokens: int) -> float:
-    """Seconds from one token to the next of one answer, from its first to its last."""
+async def time_per_token(stack: Stack, options: argparse.Namespace) -> float:
+    """Median over some answers of the seconds from one token to the next."""
+    return statistics.median([await _one(stack, options.tokens) for _ in range(options.answers)])
+
+
+async def _one(stack: Stack, tokens: int) -> float:
     async with AsyncClient(stack.endpoint) as client:
         stream = client.generate(PROMPT, max_tokens=tokens, ignore_eos=True)
         first = last = 0.0
@@ -111,13 +115,13 @@ async def _stalled(stack: Stack) -> None:
 
 async def compare(stack: Stack, options: argparse.Namespace) -> None:
     gateway = psutil.Process(stack.pids["gateway"])
-    await time_per_token(stack, options.tokens)
+    await time_per_token(stack, options)
     memory = gateway.memory_info().rss
     alone, beside = [], []
     for turn in range(options.turns):
-        alone.append(await time_per_token(stack, options.tokens))
+        alone.append(await time_per_token(stack, options))
         async with slow_reader(stack, options.slow_tokens):
-            beside.append(await time_per_token(stack, options.tokens))
+            beside.append(await time_per_token(stack, options))
             held = gateway.memory_info().rss
         print(
             f"turn {turn + 1}: alone {alone[-1] * 1e3:.2f} ms a token, beside the slow reader "
@@ -138,6 +142,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--drafter", type=Path)
     parser.add_argument("--tokens", type=int, default=128, help="of each measured answer")
+    parser.add_argument("--answers", type=int, default=5, help="measured in each turn")
     parser.add_argument("--slow-tokens", type=int, default=1000, help="of each slow answer")
     parser.add_argument("--turns", type=int, default=4)
     asyncio.run(run(parser.parse_args()))
