@@ -16,6 +16,7 @@ from flashduet.packed_linear import can_pack, pack_linears
 from target_service.attention import PACKED, running
 from target_service.batching import Span, split
 from target_service.fast_norm import swap_norms
+from target_service.flash_varlen import VarlenFunction
 from target_service.load import LoadedTarget
 from target_service.numerics import Invariance
 from target_service.packed import GatherRoom, PackedPass, Split
@@ -33,6 +34,7 @@ class PackedModel:
         model: with packed attention; it can run no other passes any more.
         layers: its attention layers.
         invariance: how passes are laid out where a result's bits must not depend on the pass.
+        varlen: flash-attn's function, where it can be used.
         plain_logits: [n, V] of the untouched model for `probe_ids` [1, n], to compare with.
 
     Raises:
@@ -44,6 +46,7 @@ class PackedModel:
         self._device = target.device
         self._room = GatherRoom()
         self.invariance: Invariance | None = None
+        self.varlen: VarlenFunction | None = None
         accepted = inspect.signature(self.model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._takes_logits_to_keep = "logits_to_keep" in accepted
@@ -92,7 +95,8 @@ class PackedModel:
             arguments["position_ids"] = torch.tensor([positions], device=self._device)
         if self._takes_logits_to_keep:
             arguments["logits_to_keep"] = keep
-        with running(PackedPass(self.layers, kv, spans, self._room, chosen_split)):
+        varlen = self.varlen if self.invariance is None else None
+        with running(PackedPass(self.layers, kv, spans, self._room, chosen_split, varlen)):
             logits: Tensor = self.model(**arguments).logits[0]
         if not self._takes_logits_to_keep:
             logits = logits.index_select(0, keep)

@@ -12,6 +12,13 @@ from torch import Tensor, nn
 from flashduet.kv.storage import KVStorage, LayerShape, Slots
 from target_service.attention import Extras
 from target_service.batching import Batch, PlacedSpan, Span, split
+from target_service.flash_varlen import (
+    VarlenFunction,
+    VarlenPlan,
+    attend_varlen,
+    can_plan,
+    plan,
+)
 from target_service.kernels import attend
 from target_service.survey import AttentionLayers
 from target_service.visibility import Visibility
@@ -47,6 +54,7 @@ class PackedPass:
         spans: in the order of the row's tokens; no two of one sequence.
         room: tensors for gathered blocks, kept from pass to pass.
         split: which spans attend on their own, and which in batches.
+        varlen: flash-attn's function where it can run; it takes all spans in one call.
     """
 
     def __init__(
@@ -56,13 +64,18 @@ class PackedPass:
         spans: Sequence[Span],
         room: GatherRoom,
         split: Split = split,
+        varlen: VarlenFunction | None = None,
     ) -> None:
         self._layers = layers
         self._kv = kv
         self._room = room
         self._split = split
+        self._varlen = varlen
+        self._spans = spans
         self._written = _written(kv, spans)
-        self._seen = {rule: self._see(rule, spans) for rule in set(layers.rules)}
+        # Made for the first layer of each kind.
+        self._seen: dict[Visibility, _Seen] = {}
+        self._plans: dict[Visibility, VarlenPlan] = {}
 
     def attend(
         self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, extras: Extras, mask: Any
@@ -70,8 +83,15 @@ class PackedPass:
         index = self._layers.index[id(layer)]
         kv = self._kv
         kv.write(index, self._written, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        seen = self._seen[self._layers.rules[index]]
-        query = query[0]
+        rule, query = self._layers.rules[index], query[0]
+        if self._varlen is not None and can_plan(rule, extras):
+            planned = self._plans.get(rule)
+            if planned is None:
+                planned = self._plans[rule] = plan(self._spans, rule, kv)
+            return attend_varlen(self._varlen, planned, query, kv, index, extras).unsqueeze(0)
+        seen = self._seen.get(rule)
+        if seen is None:
+            seen = self._seen[rule] = self._see(rule)
         if not seen.batches and len(seen.views) == 1:
             return self._attend_view(index, seen.views[0], query, extras)
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
@@ -102,8 +122,8 @@ class PackedPass:
             batched=False,
         )
 
-    def _see(self, rule: Visibility, spans: Sequence[Span]) -> _Seen:
-        alone, batches = self._split(spans, rule, self._kv)
+    def _see(self, rule: Visibility) -> _Seen:
+        alone, batches = self._split(self._spans, rule, self._kv)
         views = []
         dtype, device = self._kv.keys[0].dtype, self._kv.device
         for placed in alone:
