@@ -27,9 +27,10 @@ _CHUNKS = (
     *(65536, 4096, 2048, 1024, 768, 512, 384, 256, 192, 128, 96, 64, 56, 48, 40, 32),
     *(28, 24, 20, 16, 14, 12, 10, 8, 6, 4),
 )
-# Rounds are worth gathering for a small part of the step that they would share.
-_GATHERING = 0.1
-_LONGEST_GATHERING_S = 0.005
+# Two steps of half the rounds each take much longer than one of all: waiting for rounds that are
+# sure to come pays off up to a good part of the step.
+_GATHERING = 0.35
+_LONGEST_GATHERING_S = 0.010
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +95,19 @@ class Pacing:
         return limit.least
 
     def gathering(
-        self, due: Sequence[Seat], decoding: Sequence[Seat], rounds: StepSize, now: float
+        self, since: float, decoding: Sequence[Seat], rounds: StepSize, now: float
     ) -> Gathering | None:
-        """Whether the step should wait for rounds that come at any moment."""
+        """Whether the step, which could have begun at `since`, should wait for rounds that come at
+        any moment."""
         step_s = self._times.predict(rounds) or 0.0
         window_s = min(_GATHERING * step_s, _LONGEST_GATHERING_S)
-        until = min(seat.turn for seat in due) + window_s
+        until = since + window_s
         if until <= now:
             return None
-        missing = (seat.expected() for seat in decoding if seat.job is None)
-        coming = sum(now - window_s < moment < until for moment in missing)
+        coming = sum(
+            seat.job is None and now < seat.expected() + 2 * seat.gap_spread_s < until
+            for seat in decoding
+        )
         return Gathering(until, coming) if coming else None
 
 

@@ -48,11 +48,15 @@ class Planner:
     Args:
         max_step_tokens: rows of a step.
         chunk_tokens: of them, of one prompt.
+
+    Attributes:
+        free_since: when the last step ended.
     """
 
     def __init__(
         self, seating: Seating, times: StepTimes, *, max_step_tokens: int, chunk_tokens: int
     ) -> None:
+        self.free_since = 0.0
         self._seating = seating
         self._pacing = Pacing(times)
         self._max_step_tokens = max_step_tokens
@@ -82,7 +86,8 @@ class Planner:
             return draft
         decoding = [seat for seat in self._seating.seats if seat.decoding(now)]
         if due or patient:
-            gathering = self._pacing.gathering([*due, *patient], decoding, draft.size, now)
+            since = max(self.free_since, min(seat.turn for seat in (*due, *patient)))
+            gathering = self._pacing.gathering(since, decoding, draft.size, now)
             if gathering is not None:
                 wake_at = len(ready) + gathering.rounds
                 return _Draft(0, ask_again=gathering.until, wake_at=wake_at)

@@ -105,6 +105,7 @@ class Roster:
     ) -> list[End]:
         """Take a step's results in; the jobs that ended with it."""
         ends: list[End] = []
+        self._planner.free_since = now
         self.times.add(sum((_size(turn.item) for turn in turns), StepSize(0)), step_s)
         for turn, result in zip(turns, results, strict=True):
             seat, job = turn.seat, turn.job

@@ -37,7 +37,7 @@ class Seat:
         claimed: those that it computes for all who wait for them.
         waits_for: the block that another one computes for it.
         answered: when its last answer left; None before the first.
-        usual_gap_s: between an answer and the next round.
+        usual_gap_s, gap_spread_s: between an answer and the next round; how far it is off that.
         usual_rows: of its rounds.
         published_ns: spent on handing its features over since its last answer.
     """
@@ -57,6 +57,7 @@ class Seat:
     waits_for: bytes | None = None
     answered: float | None = None
     usual_gap_s: float = 0.005
+    gap_spread_s: float = 0.005
     usual_rows: int = 1
     published_ns: int = 0
 
@@ -73,7 +74,9 @@ class Seat:
     def take_job(self, job: Job, now: float) -> None:
         """A message has come."""
         if self.answered is not None:
-            self.usual_gap_s += _NEWEST * (now - self.answered - self.usual_gap_s)
+            off_s = now - self.answered - self.usual_gap_s
+            self.usual_gap_s += _NEWEST * off_s
+            self.gap_spread_s += _NEWEST * (abs(off_s) - self.gap_spread_s)
         self.job, self.turn, self.turn_tokens = job, now, 0
 
     def finish_job(self, now: float) -> None:
