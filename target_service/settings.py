@@ -34,7 +34,7 @@ class TargetSettings(ServiceSettings):
     transport: TransportChoice = "auto"
     # Where ring descriptors are passed; the draft service needs the same folder.
     socket_dir: Path = Field(default_factory=default_socket_dir)
-    max_sessions: int = Field(default=64, ge=1, le=4096)
+    max_sessions: int = Field(default=256, ge=1, le=4096)
     # Tokens of KV that all sessions together may hold, found prefixes included; 0 means all
     # sessions at full length, or what a third of the free memory holds if that is less.
     max_kv_tokens: int = Field(default=0, ge=0)
