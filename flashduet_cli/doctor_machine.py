@@ -8,7 +8,6 @@ import importlib.util
 import mmap
 import os
 import platform
-import shutil
 import socket
 import sys
 import time
@@ -209,12 +208,25 @@ def _kernels() -> Iterator[Check]:
         yield Check("kernels", "flash-attn", "WARN", "not installed; SDPA is used", fix)
     else:
         yield Check("kernels", "flash-attn", "OK", "not installed, and of no use without a GPU")
-    compiler = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
-    if compiler:
-        yield Check("kernels", "C++ compiler", "OK", f"{Path(compiler).name}, for torch.compile")
-    else:
-        fix = "install g++ to let torch.compile make kernels"
-        yield Check("kernels", "C++ compiler", "WARN", "none; eager kernels only", fix)
+    yield _packed_linears()
     wanted = {"avx512_bf16", "amx_bf16"} & _cpu_flags()
     detail = ", ".join(sorted(wanted)) or "not on this processor; bfloat16 is emulated"
     yield Check("kernels", "bfloat16 instructions", "OK" if wanted else "WARN", detail)
+
+
+def _packed_linears() -> Check:
+    import torch
+
+    from flashduet.packed_linear import can_pack
+
+    cpu = torch.device("cpu")
+    types = [
+        str(kind).removeprefix("torch.")
+        for kind in (torch.float32, torch.bfloat16, torch.float16)
+        if can_pack(kind, cpu)
+    ]
+    if not types:
+        fix = "install a torch built with oneDNN"
+        return Check("kernels", "packed linear layers", "WARN", "none; plain kernels only", fix)
+    detail = f"{', '.join(types)}; no compiler is needed, weights are packed at load"
+    return Check("kernels", "packed linear layers", "OK", detail)

@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from flashduet import models
 from flashduet.errors import CheckpointError
 from flashduet.hardware import choose_device, choose_dtype, stored_dtype
+from flashduet.packed_linear import can_pack, products
 from flashduet.transport.tensors import DATA_TYPES
 from flashduet.v1 import common_pb2
 from target_service.settings import TargetSettings
@@ -41,7 +42,16 @@ class LoadedTarget:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(part.nbytes for part in self.model.parameters())
+        """Of the weights as they are served: a packed head is a copy of an embedding it is tied
+        to, all other packed weights take the place of the loaded ones."""
+        held = sum(part.nbytes for part in self.model.parameters())
+        held += sum(product.nbytes for product in products(self.model))
+        head = self.model.get_output_embeddings()  # type: ignore[operator]
+        embedding = self.model.get_input_embeddings()  # type: ignore[operator]
+        tied = isinstance(head, nn.Linear) and head.weight is embedding.weight
+        if tied and can_pack(self.dtype, self.device):
+            held += head.weight.nbytes
+        return held
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -63,6 +63,18 @@ def test_kv_bytes_are_those_that_the_store_takes(folder: Path) -> None:
     assert Engine(target, 9, 16).kv.nbytes == 160 * target.kv_bytes_per_token
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_counted_as_they_are_served(tmp_path: Path, tied: bool) -> None:
+    """Before they are packed and after; only a tied head is held twice."""
+    target = load(tiny_target(tmp_path, "llama", tie_word_embeddings=tied))
+    loaded = sum(part.nbytes for part in target.model.parameters())
+    planned = target.weight_bytes
+    Engine(target, 9, 16)
+    assert planned == target.weight_bytes
+    # Two stand-ins for a tied head: the embedding and the packed copy.
+    assert planned - loaded == (320 * 64 * 4 if tied else 0)
+
+
 def test_a_truncated_file_is_named(folder: Path) -> None:
     whole = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
