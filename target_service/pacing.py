@@ -3,7 +3,7 @@
 With A = gap + step, the usual time between two answers of an interactive session when nothing else
 is computed, prompts and batch sessions get what keeps this time below twice A: a step without the
 session's round may keep that waiting for a quarter of an A, and one with it ends 1.8 A after the
-last answer.
+last answer. Where several prompts wait, those being answered give more, up to four A.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from target_service.step_times import StepSize, StepTimes, part_size
 
 _BETWEEN_ANSWERS = 1.8
 _LATER_START = 0.25
+# More of it for each further prompt that waits, and the most.
+_FOR_EACH_PROMPT = 0.3
+_MOST_BETWEEN_ANSWERS = 4.0
 # Whatever came late, a prompt gets on by so much.
 _LEAST = 0.25
 # How far past its time a round is still waited for before a prompt takes the step.
@@ -62,21 +65,23 @@ class Pacing:
     def __init__(self, times: StepTimes) -> None:
         self._times = times
 
-    def limit(self, rounds: StepSize, answered: Sequence[Seat], now: float) -> Limit:
-        """For a step with these rounds; `answered` are the sessions that must not wait."""
+    def limit(self, rounds: StepSize, answered: Sequence[Seat], prompts: int, now: float) -> Limit:
+        """For a step with these rounds; `answered` are the sessions that must not wait, `prompts`
+        how many others do."""
         if not answered:
             return Limit()
+        more = min(_FOR_EACH_PROMPT * max(0, prompts - 1), _MOST_BETWEEN_ANSWERS - _BETWEEN_ANSWERS)
         usual = rounds if rounds.rows else min(map(_usual_round, answered), key=_rows)
         step_s = self._times.predict(usual) or 0.0
         usual_s = step_s + max(0.0, min(seat.usual_gap_s for seat in answered))
         if rounds.rows:
             last = min((seat.answered or now for seat in answered if seat.job), default=now)
-            left_s = last + _BETWEEN_ANSWERS * usual_s - now
+            left_s = last + (_BETWEEN_ANSWERS + more) * usual_s - now
             return Limit(max(left_s, step_s + _LEAST * usual_s), least=_CHUNKS[-1])
         expected = min(seat.expected() for seat in answered)
         patience_until = expected + min(_PATIENCE * usual_s, _LONGEST_PATIENCE_S)
         if now < patience_until:
-            left_s = max(0.0, expected - now) + _LATER_START * usual_s
+            left_s = max(0.0, expected - now) + (_LATER_START + more) * usual_s
             return Limit(left_s if now < expected else 0.0, ask_again=patience_until)
         return Limit(_LEAST * usual_s, least=_CHUNKS[-1])
 

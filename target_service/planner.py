@@ -92,8 +92,8 @@ class Planner:
                 wake_at = len(ready) + gathering.rounds
                 return _Draft(0, ask_again=gathering.until, wake_at=wake_at)
         answered = [seat for seat in decoding if not seat.session.batch]
-        limit = self._pacing.limit(draft.size, answered, now)
         prompts, patient_prompts = _split((s for s in ready if not _round_is_next(s)), now)
+        limit = self._pacing.limit(draft.size, answered, len(prompts), now)
         self._add_chunks(draft, prompts, limit, now)
         draft.add_rounds(patient, lambda size: self._pacing.fits(size, limit))
         self._add_chunks(draft, patient_prompts, replace(limit, least=0), now)

@@ -92,6 +92,23 @@ async def test_running_sessions_hardly_feel_a_long_prompt(
     assert simulation.now - began < 16.0
 
 
+async def test_many_waiting_prompts_get_more_of_each_step_than_one() -> None:
+    spent = {}
+    for count in (1, 8):
+        simulation = world()
+        clients = start(simulation, 1, 0.002, 0)
+        live(simulation, clients, until=2.0)
+        calm = p99(clients[0].between)
+        clients[0].between.clear()
+        began, done = simulation.now, simulation.engine.prefilled
+        for seed in range(count):
+            simulation.prefill(session([seed, 7] * 1000, limit=3000, cache_key=bytes([seed])))
+        live(simulation, clients, began + 2.0)
+        assert p99(clients[0].between) <= (2.05 if count == 1 else 4.2) * calm
+        spent[count] = simulation.engine.prefilled - done
+    assert spent[8] > 1.5 * spent[1]
+
+
 async def test_nobody_decodes_so_the_prompt_takes_large_chunks() -> None:
     simulation = world()
     simulation.run(simulation.prefill(session([1] * 1000, limit=2000)))
@@ -182,4 +199,4 @@ def test_long_contexts_do_not_make_short_ones_seem_slow() -> None:
 def test_before_anything_was_measured_a_chunk_beside_rounds_is_small() -> None:
     seat = Seat(session([1]), 1, 0.0, answered=0.0, running=True)
     pacing = Pacing(StepTimes())
-    assert pacing.chunk(StepSize(1), 0, pacing.limit(StepSize(1), [seat], now=0.0)) == 4
+    assert pacing.chunk(StepSize(1), 0, pacing.limit(StepSize(1), [seat], 1, now=0.0)) == 4
