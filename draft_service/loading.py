@@ -56,7 +56,7 @@ def load(settings: DraftSettings) -> LoadedDrafter:
     tied = ties_head(target_config)
     tensors = load_target_tensors(target_folder, tied=tied, device=device, dtype=dtype)
     shortlist = read_shortlist(folder, tensors.embedding.shape[0])
-    if settings.draft_vocabulary == "full":
+    if settings.vocabulary == "full":
         shortlist = None
     vocabulary = assemble(tensors, checkpoint.own, shortlist)
     check_drafter(config, vocabulary, facts)

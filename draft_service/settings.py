@@ -38,7 +38,7 @@ class DraftSettings(ServiceSettings):
     transports: TransportChoice = "auto"
     # Where a target on this host hands its ring over; the same as the target's.
     socket_dir: Path = Field(default_factory=default_socket_dir)
-    max_sessions: int = Field(default=32, ge=1, le=4096)
+    max_sessions: int = Field(default=256, ge=1, le=4096)
     # Rows (positions) of context over all sessions, those kept for later prefixes included; memory
     # for them is set aside at start.
     max_context_rows: int = Field(default=65_536, ge=16)
@@ -47,7 +47,7 @@ class DraftSettings(ServiceSettings):
     # How context rows are kept: `auto` as they are computed, `int8` in a little over half of that.
     context_dtype: ContextDtype = "auto"
     # `auto`: draft only from the tokens of the shortlist beside the checkpoint, if there is one.
-    draft_vocabulary: Literal["auto", "full"] = "auto"
+    vocabulary: Literal["auto", "full"] = "auto"
     # Anchor + draft tokens of one proposal.
     max_block_length: int = Field(default=32, ge=2, le=256)
     # How long a session lives without a message from its gateway.

@@ -69,7 +69,7 @@ async def test_it_serves_until_it_is_told_to_end(tiny_models: Path, sockets: Pat
         async with rpc.open_channel(f"127.0.0.1:{line[1]}") as channel:
             stub = draft_pb2_grpc.DraftServiceStub(channel)
             load = await stub.GetLoad(dp.DraftServiceGetLoadRequest(), timeout=10)
-            assert (load.sessions, load.max_sessions) == (0, 32)
+            assert (load.sessions, load.max_sessions) == (0, 256)
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, SECONDS) == 0
     finally:
