@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -32,7 +33,8 @@ def both(pair: Pair, prompt=None, **options):
     assert drafted.token_ids == plain.token_ids
     assert drafted.text == plain.text
     assert drafted.finish_reason == plain.finish_reason
-    assert drafted.usage == plain.usage
+    # How much of a prompt is found again depends on what the draft still holds of it.
+    assert replace(drafted.usage, cached_tokens=0) == replace(plain.usage, cached_tokens=0)
     assert (drafted.stop_string, drafted.stop_token_id) == (plain.stop_string, plain.stop_token_id)
     return drafted
 
