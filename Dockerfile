@@ -6,11 +6,11 @@ FROM python:3.11-slim
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 
-# The third line is what `flashduet up` sets: a service that waits must not spin, and a log is no
+# The third line is what `flashduet up` sets: a service that waits must hardly spin, and a log is no
 # place for progress bars.
 ENV PYTHONUNBUFFERED=1 \
     PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore \
-    OMP_WAIT_POLICY=PASSIVE KMP_BLOCKTIME=0 TOKENIZERS_PARALLELISM=false TQDM_DISABLE=1 \
+    OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=20000 KMP_BLOCKTIME=1 TOKENIZERS_PARALLELISM=false TQDM_DISABLE=1 \
     FLASHDUET_CACHE=/cache HF_HOME=/cache/huggingface \
     FLASHDUET_TARGET_SOCKET_DIR=/run/flashduet FLASHDUET_DRAFT_SOCKET_DIR=/run/flashduet \
     FLASHDUET_TARGET_LISTEN=0.0.0.0:50051 \

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from flashduet.errors import ConfigurationError
+from flashduet_cli.stack_config import WAITING
 
 # Loading, compiling and a batch of answers all take less.
 TIMEOUT_S = 900.0
@@ -23,7 +24,7 @@ class Probe:
 
     Args:
         name: of the module.
-        like_service: give it the environment of a service, in which waiting threads do not spin;
+        like_service: give it the environment of a service, in which waiting threads hardly spin;
             otherwise it is a process as a user would start it.
     """
 
@@ -31,7 +32,7 @@ class Probe:
         self._name = name
         self._environment = dict(os.environ)
         if like_service:
-            self._environment |= {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+            self._environment |= WAITING
         if threads is not None:
             self._environment["OMP_NUM_THREADS"] = str(threads)
         self._environment |= {"TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -12,7 +12,7 @@ import yaml
 from draft_service.settings import DraftSettings
 from flashduet.models_cache import CACHE_VARIABLE
 from flashduet.telemetry import TRACE_DIR_VARIABLE
-from flashduet_cli.stack_config import Addresses, StackConfig, service_environment
+from flashduet_cli.stack_config import WAITING, Addresses, StackConfig, service_environment
 from gateway.settings import GatewaySettings
 from target_service.settings import TargetSettings
 
@@ -90,7 +90,7 @@ def test_what_up_sets_is_set_here_too(name: str, monkeypatch: pytest.MonkeyPatch
     )
     missing = set(wanted) - set(SERVICES[name]["environment"]) - set(_image_environment())
     assert not missing
-    for key in ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "TOKENIZERS_PARALLELISM", "TQDM_DISABLE"):
+    for key in (*WAITING, "TOKENIZERS_PARALLELISM", "TQDM_DISABLE"):
         assert _image_environment()[key] == wanted[key]
 
 
