@@ -67,12 +67,12 @@ class SharedInput:
     def __init__(self, product: PackedLinear) -> None:
         self.product = product
         self._input: Tensor | None = None
-        self._outputs: tuple[Tensor, ...] = ()
+        self._outputs: Sequence[Tensor] = ()
 
     def take(self, index: int, x: Tensor) -> Tensor:
         """Output of sibling `index` for x; its columns of the product, not contiguous."""
         if x is not self._input:
-            self._outputs = self.product(x).split(self.product.sizes, dim=-1)
+            self._outputs = torch.split_with_sizes(self.product(x), self.product.sizes, -1)
             self._input = x
         output = self._outputs[index]
         if index == len(self._outputs) - 1:

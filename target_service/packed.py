@@ -82,7 +82,7 @@ class PackedPass:
     ) -> Tensor:
         index = self._layers.index[id(layer)]
         kv = self._kv
-        kv.write(index, self._written, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        kv.put(index, self._written, key[0], value[0])
         rule, query = self._layers.rules[index], query[0]
         if self._varlen is not None and can_plan(rule, extras):
             planned = self._plans.get(rule)

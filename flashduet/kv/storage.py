@@ -100,12 +100,16 @@ class KVStorage:
 
     def write(self, layer: int, slots: Slots, keys: Tensor, values: Tensor) -> None:
         """Put keys [n, kv_heads, key_size] and values [n, kv_heads, value_size] at n slots."""
-        for table, given in ((self.keys[layer], keys), (self.values[layer], values)):
-            rows = given.transpose(0, 1)
-            if isinstance(slots, slice):
-                table[:, slots] = rows
-            else:
-                table.index_copy_(1, slots, rows)
+        self.put(layer, slots, keys.transpose(0, 1), values.transpose(0, 1))
+
+    def put(self, layer: int, slots: Slots, keys: Tensor, values: Tensor) -> None:
+        """As `write`, of keys and values that are [kv_heads, n, size] already."""
+        if isinstance(slots, slice):
+            self.keys[layer][:, slots] = keys
+            self.values[layer][:, slots] = values
+        else:
+            self.keys[layer].index_copy_(1, slots, keys)
+            self.values[layer].index_copy_(1, slots, values)
 
     def fetch(self, layer: int, slots: Slots) -> tuple[Tensor, Tensor]:
         """Keys [kv_heads, n, key_size] and values [kv_heads, n, value_size] at n slots.
