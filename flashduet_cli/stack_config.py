@@ -115,7 +115,7 @@ def reachable(listen: str) -> str:
     return listen
 
 
-# How compute threads wait. A service without work must not spin, for the pair shares cores and takes
+# How compute threads wait. A service without work must not spin: the pair shares cores and takes
 # turns; but between the operations of one pass, some ten microseconds apart, sleeping and waking
 # costs more than the work (measured: 24 ms instead of 17 for a token, 40 instead of 23 for 16). So
 # threads spin for a fraction of a millisecond (GNU, in turns of a loop), or for one (Intel, LLVM).
