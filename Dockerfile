@@ -23,8 +23,9 @@ WORKDIR /app
 # What changes seldom first: the dependencies come from these two files alone and stay in a layer of
 # their own. The packages need a file each, or an editable install leaves them off Python's path.
 COPY pyproject.toml requirements.lock ./
-RUN touch README.md LICENSE \
-    && for package in flashduet target_service draft_service gateway flashduet_cli drafter_training; \
+RUN touch README.md LICENSE && mkdir models \
+    && for package in flashduet target_service draft_service gateway flashduet_cli drafter_training \
+           engine_probes; \
        do mkdir $package && touch $package/__init__.py; done \
     && pip install --constraint requirements.lock --editable .
 
