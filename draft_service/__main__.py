@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 
-# Idle threads must not spin: target and gateway need the cores. Read when torch is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+import flashduet.idle_threads  # noqa: F401  before torch is
 
+# isort: split
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
 from flashduet import process

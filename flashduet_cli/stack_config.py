@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flashduet.idle_threads import WAITING
 from flashduet.models import DEFAULT_NAMES
 from flashduet.settings import DtypeChoice, TransportChoice
 from flashduet_cli.ports import free_ports
@@ -113,13 +114,6 @@ def reachable(listen: str) -> str:
     if separator and host == "[::]":
         return f"[::1]:{port}"
     return listen
-
-
-# How compute threads wait. A service without work must not spin: the pair shares cores and takes
-# turns; but between the operations of one pass, some ten microseconds apart, sleeping and waking
-# costs more than the work (measured: 24 ms instead of 17 for a token, 40 instead of 23 for 16). So
-# threads spin for a fraction of a millisecond (GNU, in turns of a loop), or for one (Intel, LLVM).
-WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"}
 
 
 def service_environment(

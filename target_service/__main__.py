@@ -8,6 +8,9 @@ import logging
 import sys
 from typing import Any
 
+import flashduet.idle_threads  # noqa: F401  before torch is
+
+# isort: split
 import torch
 
 from flashduet import process

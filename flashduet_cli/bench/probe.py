@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from flashduet.errors import ConfigurationError
-from flashduet_cli.stack_config import WAITING
+from flashduet.idle_threads import WAITING
 
 # Loading, compiling and a batch of answers all take less.
 TIMEOUT_S = 900.0

@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from draft_service.settings import DraftSettings
+from flashduet.idle_threads import WAITING
 from flashduet.models_cache import CACHE_VARIABLE
 from flashduet.telemetry import TRACE_DIR_VARIABLE
-from flashduet_cli.stack_config import WAITING, Addresses, StackConfig, service_environment
+from flashduet_cli.stack_config import Addresses, StackConfig, service_environment
 from gateway.settings import GatewaySettings
 from target_service.settings import TargetSettings
 
