@@ -171,6 +171,9 @@ def _run(
             if address not in channels:
                 channels[address] = open_channel(address)
             code, details = await _code(channels[address], call)
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                # What hangs a service does so again; a machine that stood still for a while, not.
+                code, details = await _code(channels[address], call)
         failed = code in OUR_FAULT or len(details) > 1000
         told = f"{code.name} {details[:300]!r} from {call.method.path}"
         part.count(code.name, f"{told} to {call.messages!r:.1000}" if failed else None)
