@@ -66,6 +66,7 @@ class Pairing:
             assert drafts is not None
             rows = self._verify(session, drafts.token_ids, layers)
         self.draft.pool.close(context)
+        self.target.pool.release(session.table)
         return tuple(session.token_ids[len(PROMPT) : len(PROMPT) + POSITIONS])
 
     def _verify(self, session: Session, drafts: list[int], layers: tuple[int, ...]):
@@ -83,9 +84,9 @@ class Pairing:
         chances = torch.ones(1, dtype=torch.float64)
         classes = torch.zeros(1, dtype=torch.int64)
         for _ in range(POSITIONS):
-            model = self.target.target.model
+            stock = self.target.stock
             logits = torch.cat(
-                [model(part, use_cache=False).logits[:, -1] for part in prefixes.split(2048)]
+                [stock(part, use_cache=False).logits[:, -1] for part in prefixes.split(2048)]
             )
             kept = (logits.double() / TEMPERATURE).topk(KEPT, dim=-1)
             chances = (chances[:, None] * kept.values.softmax(-1)).flatten()
@@ -141,7 +142,7 @@ def surprise(pairing: Pairing, answers: list[Answer]) -> list[float]:
     law tells; tokens that are the drafter's rather than the target's are far less likely.
     """
     ids = torch.tensor([[*PROMPT, *answer] for answer in answers])
-    logits = pairing.target.target.model(ids, use_cache=False).logits.double()
+    logits = pairing.target.stock(ids, use_cache=False).logits.double()
     scores = []
     for position in range(len(PROMPT), ids.shape[1]):
         kept = (logits[:, position - 1] / TEMPERATURE).topk(KEPT, dim=-1)
