@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -309,20 +310,21 @@ async def test_the_call_s_deadline(running: RunningTarget, tiny: TinyTarget) -> 
 
 
 async def test_an_engine_failure_ends_one_session_only(
-    running: RunningTarget, tiny: TinyTarget
+    running: RunningTarget, tiny: TinyTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken, sound = running.decode(), running.decode()
     await broken.open(prompt(5))
     await sound.open(prompt(6))
 
-    def spoil(module: object, arguments: object, output: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(output, torch.nan)
+    forward = tiny.engine.packed.forward
 
-    head = tiny.target.model.get_output_embeddings()  # type: ignore[operator]
-    handle = head.register_forward_hook(spoil)
-    await broken.send_verify([3])
-    failure = await broken.failure()
-    handle.remove()
+    def spoiled(*arguments: Any) -> torch.Tensor:
+        return torch.full_like(forward(*arguments), torch.nan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny.engine.packed, "forward", spoiled)
+        await broken.send_verify([3])
+        failure = await broken.failure()
     assert failure.code() is grpc.StatusCode.INTERNAL
     await sound.verify()
     await sound.close()
