@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,6 +35,8 @@ from drafter_training.workspace import Workspace
 from flashduet.errors import ConfigurationError
 from flashduet.models import served_name
 from flashduet.models_cache import cache_root
+
+PLAIN_PROGRESS_SECONDS = 60.0
 
 
 def quiet(threads: int | None) -> None:
@@ -186,7 +189,7 @@ def _measured(progress: Step) -> str:
 
 @contextmanager
 def _bar(name: str, unit: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar with what is left; without a terminal nothing is drawn."""
+    """A bar with what is left; without a terminal, a line every so many seconds."""
     columns: list[ProgressColumn] = [
         TextColumn("{task.description:<9}"),
         BarColumn(),
@@ -202,8 +205,13 @@ def _bar(name: str, unit: str) -> Iterator[Callable[[int, int, str], None]]:
     shown = err.is_terminal and int(os.environ.get("RANK", "0")) == 0
     with Progress(*columns, console=err, disable=not shown, transient=True) as progress:
         task = progress.add_task(name, total=None, words="", visible=False)
+        said = time.monotonic()
 
         def show(done: int, total: int, words: str) -> None:
+            nonlocal said
             progress.update(task, completed=done, total=total, words=words, visible=True)
+            if not shown and time.monotonic() - said > PLAIN_PROGRESS_SECONDS:
+                said = time.monotonic()
+                note(f"{name}: {100 * done / max(total, 1):.0f} % {words}".rstrip())
 
         yield show
