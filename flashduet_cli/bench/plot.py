@@ -25,7 +25,7 @@ def plot(report: BenchReport, file: Path) -> None:
         import matplotlib
     except ImportError as error:
         raise ConfigurationError(
-            "--plot needs matplotlib: pip install 'flashduet[bench]'"
+            "--plot needs matplotlib: pip install matplotlib"
         ) from error
     matplotlib.use("agg")
     from matplotlib import pyplot

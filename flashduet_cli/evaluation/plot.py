@@ -20,7 +20,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
         import_module("matplotlib").use("Agg")
     except ImportError as error:
         raise ConfigurationError(
-            "--plot needs matplotlib: pip install 'flashduet[bench]'"
+            "--plot needs matplotlib: pip install matplotlib"
         ) from error
     plt = import_module("matplotlib.pyplot")
     runs = {name: part for name, part in report.items() if isinstance(part, dict)}
