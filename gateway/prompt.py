@@ -46,7 +46,7 @@ async def prompt(
 def _check_count(field: str, what: str, count: int, served: ServedModel) -> None:
     """Refuse at once what cannot fit, before anything is done for each of them."""
     if count > served.context_window:
-        raise InvalidRequest(
+        raise ContextTooLong(
             field,
             f"{count} {what}",
             f"at most {served.context_window} can fit the context window of "
