@@ -24,9 +24,7 @@ def plot(report: BenchReport, file: Path) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigurationError(
-            "--plot needs matplotlib: pip install matplotlib"
-        ) from error
+        raise ConfigurationError("--plot needs matplotlib: pip install matplotlib") from error
     matplotlib.use("agg")
     from matplotlib import pyplot
 

@@ -19,9 +19,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
     try:
         import_module("matplotlib").use("Agg")
     except ImportError as error:
-        raise ConfigurationError(
-            "--plot needs matplotlib: pip install matplotlib"
-        ) from error
+        raise ConfigurationError("--plot needs matplotlib: pip install matplotlib") from error
     plt = import_module("matplotlib.pyplot")
     runs = {name: part for name, part in report.items() if isinstance(part, dict)}
     figure, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
