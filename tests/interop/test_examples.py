@@ -58,7 +58,10 @@ def test_python_and_node_get_the_same_answers(pair: Pair, node_folder: Path):
     options = [*ASK, "--choices", "2", "--top-logprobs", "1"]
     ours = answer_of(python_client(pair, *options))
     theirs = answer_of(node_client(pair, node_folder, *options))
-    assert theirs["choices"] == ours["choices"]
+    for our, their in zip(ours["choices"], theirs["choices"], strict=True):
+        # Choices that shared a step, or did not, round differently.
+        assert their.pop("logprobs") == pytest.approx(our["logprobs"], abs=1e-4)
+        assert their == {key: value for key, value in our.items() if key != "logprobs"}
     assert int(theirs["seed"]) == ours["seed"] == SEED
     assert [len(choice["token_ids"]) for choice in ours["choices"]] == [12, 12]
     assert [len(choice["logprobs"]) for choice in ours["choices"]] == [12, 12]
