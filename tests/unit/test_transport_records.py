@@ -83,6 +83,13 @@ def test_strides_do_not_matter(sent: torch.Tensor) -> None:
     assert torch.equal(pair.take(pair.put(1, sent)), sent)
 
 
+@pytest.mark.parametrize(("rows", "width"), [(1, 300_001), (401, 1440), (91, 2880)])
+def test_tensors_that_are_copied_in_pieces_arrive_whole(rows: int, width: int) -> None:
+    pair = Pair(capacity=4 << 20)
+    sent = features_of(rows, width, torch.bfloat16)
+    assert torch.equal(pair.take(pair.put(1, sent), rows, width), sent)
+
+
 def test_what_was_taken_is_the_callers_own() -> None:
     pair = Pair()
     sent = features_of()
