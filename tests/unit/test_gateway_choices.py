@@ -18,6 +18,7 @@ from flashduet.v1.common_pb2 import PRIORITY_BATCH, PRIORITY_INTERACTIVE, Sampli
 from gateway.tokenization import Tokenizer
 from tests.support.tiny import IM_END
 from tests.unit.gateway_support import (
+    FOR_EVER_S,
     ToyStack,
     ask,
     ids_of,
@@ -107,12 +108,12 @@ async def test_one_choice_that_fails_ends_the_others(stack: ToyStack) -> None:
 
 
 async def test_a_client_that_goes_frees_all_choices(stack: ToyStack) -> None:
-    stack.target.verify_delay_s = 5.0
+    stack.target.verify_delay_s = FOR_EVER_S
     call = stack.stub.Generate(ask(PROMPT, n=4))
     reading = asyncio.create_task(call.read())
     await until(lambda: len(stack.target.verified_lengths) == 4)
     call.cancel()
-    await stack.all_free(timeout_s=1.0)
+    await stack.all_free()
     await asyncio.gather(reading, return_exceptions=True)
 
 

@@ -15,7 +15,7 @@ from flashduet.errors import Overloaded
 from gateway.answer import Answer
 from gateway.http.protocol import BoundedHeadProtocol
 from gateway.tokenization import Tokenizer
-from tests.unit.gateway_support import until
+from tests.unit.gateway_support import FOR_EVER_S, WAIT_S, until
 from tests.unit.http_support import CHAT, COMPLETIONS, HELLO, Http, events, pieces, serve_http
 
 pytest_plugins = ["tests.unit.http_fixtures"]
@@ -29,38 +29,39 @@ async def test_too_many_requests_are_429_with_retry_after(http: Http, stream: bo
     assert response.headers["retry-after"] == "3"
     assert response.json()["error"]["type"] == "rate_limit_error"
     http.stack.target.refusal = None
-    http.stack.target.verify_delay_s = 0.2
+    http.stack.target.may_verify.clear()
     running = [asyncio.create_task(http.post(max_tokens=3)) for _ in range(4)]
     await until(lambda: http.stack.gateway.counts.active == 4)
     with pytest.raises(openai.RateLimitError):
         await http.chat(stream=stream)
+    http.stack.target.may_verify.set()
     assert [(await task).status_code for task in running] == [200] * 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["prefill", "verify"])
-async def test_a_client_that_goes_away_frees_everything_within_a_second(
+async def test_a_client_that_goes_away_frees_everything(
     http: Http, stream: bool, phase: str
 ) -> None:
     target = http.stack.target
     if phase == "prefill":
-        target.open_delay_s = 5.0
+        target.open_delay_s = FOR_EVER_S
     else:
-        target.verify_delay_s = 5.0
+        target.verify_delay_s = FOR_EVER_S
     asking = asyncio.create_task(http.post(stream=stream))
     await until(lambda: bool(target.verified_lengths if phase == "verify" else target.openings))
     asking.cancel()
-    assert await http.stack.all_free(timeout_s=1.0) < 1.0
+    await http.stack.all_free()
     await until(lambda: http.stack.gateway.counts.cancelled == 1)
 
 
-async def test_a_stream_left_in_the_middle_frees_everything_within_a_second(http: Http) -> None:
-    http.stack.target.verify_delay_s = 0.02
+async def test_a_stream_left_in_the_middle_frees_everything(http: Http) -> None:
+    http.stack.target.may_verify.clear()
     body = {"model": "toy", "messages": HELLO, "max_tokens": 400, "stream": True}
     async with http.raw.stream("POST", "/v1/chat/completions", json=body) as response:
         async for _ in response.aiter_lines():
             break
-    assert await http.stack.all_free(timeout_s=1.0) < 1.0
+    await http.stack.all_free()
 
 
 async def test_a_target_that_dies_in_mid_stream_ends_it_with_an_error_object(http: Http) -> None:
@@ -158,7 +159,7 @@ async def test_a_stream_whose_prefill_is_slow_says_that_it_lives(
 ) -> None:
     async with serve_http(toy_tokenizer, http_keepalive_s=0.1) as http:
         fields = {"messages": HELLO} if path == CHAT else {"prompt": "a"}
-        http.stack.target.open_delay_s = 0.8
+        http.stack.target.open_delay_s = 1.5
         response = await http.send(path, {"stream": True, **fields})
         assert response.text.startswith((":", "data: ")), response.text
         comments = [line for line in response.text.split("\n") if line.startswith(":")]
@@ -189,12 +190,12 @@ async def test_a_request_has_a_deadline_without_asking_for_one(toy_tokenizer: To
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_of_a_batch_that_goes_away_frees_all_of_it(http: Http, stream: bool) -> None:
-    http.stack.target.verify_delay_s = 5.0
+    http.stack.target.verify_delay_s = FOR_EVER_S
     batch = {"prompt": ["a", "b"], "n": 2, "stream": stream}
     asking = asyncio.create_task(http.post_completion(**batch))
     await until(lambda: len(http.stack.target.sessions) == 4)
     asking.cancel()
-    assert await http.stack.all_free(timeout_s=1.0) < 1.0
+    await http.stack.all_free()
 
 
 @pytest.mark.parametrize("said", [b"", b"POST /v1/compl", b"GET /health HTTP/1.1\r\nhost: a\r\n"])
@@ -202,7 +203,7 @@ async def test_a_client_of_a_batch_that_goes_away_frees_all_of_it(http: Http, st
 async def test_a_connection_that_never_says_what_it_wants_is_closed(
     http: Http, monkeypatch: pytest.MonkeyPatch, said: bytes, after_another: bool
 ) -> None:
-    monkeypatch.setattr(BoundedHeadProtocol, "head_s", 0.3)
+    monkeypatch.setattr(BoundedHeadProtocol, "head_s", 0.6)
     reader, writer = await asyncio.open_connection("127.0.0.1", http.raw.base_url.port)
     if after_another:
         writer.write(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
@@ -210,10 +211,10 @@ async def test_a_connection_that_never_says_what_it_wants_is_closed(
     writer.write(said)
     # Byte by byte is no way around it.
     for _ in range(4 if said else 0):
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.2)
         writer.write(b"x")
     with suppress(ConnectionError):  # Whatever we wrote to the closed connection.
-        assert await asyncio.wait_for(reader.read(), 10) == b""
+        assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
     writer.close()
-    http.stack.target.verify_delay_s = 0.2
+    http.stack.target.verify_delay_s = 0.8
     assert (await http.post(max_tokens=3)).status_code == 200, "answers may take longer"

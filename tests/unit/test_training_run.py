@@ -20,7 +20,6 @@ from drafter_training.drafter import drafter_config
 from drafter_training.optimizer import cosine
 from drafter_training.run_record import plot_history
 from drafter_training.trainer import Progress
-from flashduet_cli.ports import free_ports
 from tests.unit.training_support import (
     BLOCK,
     TAPS,
@@ -29,6 +28,9 @@ from tests.unit.training_support import (
     make_trainer,
     tiny_llama,
 )
+
+# Each loads torch, on a machine that may be busy.
+WAIT_S = 600
 
 KILLED_RUN = """
 import sys, time
@@ -53,11 +55,14 @@ REPLICA_RUN = """
 import sys
 from pathlib import Path
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from tests.unit.training_support import make_dataset, make_trainer, tiny_llama
 
 root = Path(sys.argv[1])
 target = tiny_llama()
-accelerator = Accelerator(cpu=True)
+# They meet at a file: a port that was free may be another's by the time that it is used.
+meeting = InitProcessGroupKwargs(init_method=f"file://{root}/meeting")
+accelerator = Accelerator(cpu=True, kwargs_handlers=[meeting])
 assert accelerator.num_processes == 2
 trainer = make_trainer(
     make_dataset(root, target), target, root / "replicas", accelerator=accelerator, steps=4
@@ -117,13 +122,13 @@ def test_a_run_killed_three_times_ends_with_the_unbroken_runs_weights(tmp_path: 
         time.sleep(delay)
         process.send_signal(signal.SIGKILL)
         seen += read(process)
-        assert process.wait(60) == -signal.SIGKILL
+        assert process.wait(WAIT_S) == -signal.SIGKILL
         reached.append(int(seen[-1]))
     assert reached == sorted(reached)
     final = start("killed", 0.0)
     assert read(final)[-1] == "finished"
     assert read(unbroken)[-1] == "finished"
-    assert final.wait(60) == unbroken.wait(60) == 0
+    assert final.wait(WAIT_S) == unbroken.wait(WAIT_S) == 0
 
     ours, theirs = weights(tmp_path / "killed"), weights(tmp_path / "unbroken")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -149,7 +154,6 @@ def test_two_processes_take_the_steps_of_two_accumulated_passes(tmp_path: Path) 
     dataset = make_dataset(tmp_path, target)
     alone = make_trainer(dataset, target, tmp_path / "alone", accumulation=2, steps=4)
     assert alone.run()
-    (port,) = free_ports(1)
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", REPLICA_RUN, str(tmp_path)],
@@ -158,15 +162,19 @@ def test_two_processes_take_the_steps_of_two_accumulated_passes(tmp_path: Path) 
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
                 "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
             },
         )
         for rank in range(2)
     ]
-    assert [process.wait(240) for process in processes] == [0, 0]
+    try:
+        assert [process.wait(WAIT_S) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(WAIT_S)
     ours, theirs = weights(tmp_path / "replicas"), weights(tmp_path / "alone")
     for name, expected in theirs.items():
         torch.testing.assert_close(ours[name], expected, rtol=1e-3, atol=1e-4)
