@@ -184,13 +184,16 @@ class Stack:
             f"{name} is {health.value} after {bound_s:.0f} s\n{_last_lines(self._processes[name])}"
         )
 
-    async def wait_drafting(self, timeout_s: float = DRAFTING_TIMEOUT_S) -> None:
+    async def wait_drafting(self, timeout_s: float | None = None) -> None:
         """Wait until the gateway drafts: the target has attached the draft, and both are known.
+
+        The bound grows with the machine's load here too, from DRAFTING_TIMEOUT_S.
 
         Raises:
             Unavailable: it does not within the bound; the services' log says why.
         """
-        deadline = time.monotonic() + timeout_s
+        bound_s = DRAFTING_TIMEOUT_S * _load_factor() if timeout_s is None else timeout_s
+        deadline = time.monotonic() + bound_s
         async with (
             open_channel(self.target_endpoint) as to_target,
             open_channel(self.endpoint) as to_gateway,
@@ -211,7 +214,7 @@ class Stack:
                         return
                 await asyncio.sleep(POLL_S)
         raise Unavailable(
-            f"the draft serves, but is not in use {timeout_s:g} s later (refused by the target's "
+            f"the draft serves, but is not in use {bound_s:.0f} s later (refused by the target's "
             f"handshake?)\n{_last_lines(self._processes['target'])}"
         )
 
@@ -274,7 +277,8 @@ class Stack:
 
     async def _wait_http(self) -> None:
         host, _, port = reachable(self.addresses.http).rpartition(":")
-        deadline = time.monotonic() + HTTP_TIMEOUT_S
+        bound_s = HTTP_TIMEOUT_S * _load_factor()
+        deadline = time.monotonic() + bound_s
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError):
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
@@ -283,7 +287,7 @@ class Stack:
             await asyncio.sleep(POLL_S)
         raise Unavailable(
             f"the gateway's HTTP side does not answer on {self.addresses.http} after "
-            f"{HTTP_TIMEOUT_S:g} s\n{_last_lines(self._processes['gateway'])}"
+            f"{bound_s:.0f} s\n{_last_lines(self._processes['gateway'])}"
         )
 
     def _restarts(self, name: str) -> bool:

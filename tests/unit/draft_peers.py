@@ -17,7 +17,7 @@ from flashduet.v1 import common_pb2 as pb
 from flashduet.v1 import draft_pb2 as dp
 from flashduet.v1 import draft_pb2_grpc
 
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 class TargetPeer:

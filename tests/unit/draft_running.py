@@ -20,10 +20,10 @@ from flashduet.sampling.params import Sampling
 from flashduet.v1 import common_pb2 as pb
 from flashduet.v1 import draft_pb2 as dp
 from flashduet.v1 import draft_pb2_grpc
-from tests.unit.draft_peers import GatewayPeer, TargetPeer
+from tests.unit.draft_peers import SECONDS, GatewayPeer, TargetPeer
 from tests.unit.drafting import DraftingEngine, Sequence, engine_of, features_for
 
-LEASE_S = 0.6
+LEASE_S = 2.0
 MAX_SESSIONS = 3
 MAX_ROWS = 200
 
@@ -50,9 +50,9 @@ class Running:
         return GatewayPeer.on(self.channel)
 
     async def load(self) -> dp.DraftServiceGetLoadResponse:
-        return await self.stub.GetLoad(dp.DraftServiceGetLoadRequest(), timeout=5)
+        return await self.stub.GetLoad(dp.DraftServiceGetLoadRequest(), timeout=SECONDS)
 
-    async def emptied(self, seconds: float = 5.0) -> dp.DraftServiceGetLoadResponse:
+    async def emptied(self, seconds: float = SECONDS) -> dp.DraftServiceGetLoadResponse:
         """The load once nothing is held; the time to get there is bounded."""
         end = time.monotonic() + seconds
         while True:

@@ -20,6 +20,9 @@ from draft_service.target_tensors import load_target_tensors
 from draft_service.work import IngestWork, ProposeWork
 from flashduet.sampling.params import Sampling
 
+# What takes milliseconds on an idle machine has this long.
+WAIT_S = 60.0
+
 
 class DraftingEngine(Engine):
     """An engine with the pool of its blocks at hand, and work for it in few words."""
@@ -77,7 +80,7 @@ def engine_of(
     return DraftingEngine(checkpoint.network, assemble(tensors, checkpoint.own, shortlist), plan)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = WAIT_S) -> None:
     """Let the event loop run until `condition` holds; fails after `seconds`."""
     for _ in range(int(seconds / 0.01)):
         if condition():

@@ -24,7 +24,8 @@ from target_service.service import TargetService
 from target_service.settings import TargetSettings
 from tests.unit.target_support import TinyTarget
 
-WAIT_S = 20.0
+# What takes milliseconds on an idle machine has this long.
+WAIT_S = 60.0
 
 
 @dataclass
@@ -46,15 +47,23 @@ class RunningTarget:
     def decode(self, **call: Any) -> Stream:
         return Stream(self.stub.Decode(**call))
 
-    async def nothing_left(self, within_s: float = 3.0) -> None:
-        """Sessions, KV, queue and ring records are zero within the bound."""
+    async def nothing_left(self) -> None:
+        """Sessions, KV, queue and ring records come to zero."""
 
         async def empty() -> bool:
             load = await self.load()
             held = (load.sessions, load.kv_tokens, load.queued_items, load.ring_records)
             return held == (0, 0, 0, 0)
 
-        await eventually(empty, within_s)
+        await eventually(empty)
+
+    async def opened(self, sessions: int) -> None:
+        """Wait until so many sessions are there."""
+
+        async def there() -> bool:
+            return (await self.load()).sessions == sessions
+
+        await eventually(there)
 
     async def attached(self, count: int = 1) -> Sequence[target_pb2.AttachedDraft]:
         async def there() -> bool:

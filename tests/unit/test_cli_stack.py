@@ -22,6 +22,9 @@ from flashduet_cli.ports import check_free, free_ports
 from flashduet_cli.stack import Stack, StackConfig
 from flashduet_cli.stack_config import Addresses, service_environment
 
+# What takes a second on an idle machine has this long.
+WAIT_S = 120.0
+
 SERVICE = """
 import asyncio, os, pathlib, signal, subprocess, sys, time
 
@@ -99,14 +102,14 @@ def fake(tmp_path):
 
     def config(*, env=None, **settings) -> StackConfig:
         environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}", **(env or {})}
-        defaults = {"free_ports": True, "stop_grace_s": 3.0, "startup_timeout_s": 30.0}
+        defaults = {"free_ports": True, "stop_grace_s": WAIT_S, "startup_timeout_s": WAIT_S}
         return StackConfig(**(defaults | settings), modules=modules, env=environment)
 
     return config
 
 
-async def eventually(condition, timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
+async def eventually(condition) -> None:
+    deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, "it did not become true in time"
         await asyncio.sleep(0.05)
@@ -165,7 +168,7 @@ async def test_the_end_of_target_or_gateway_is_told(fake, name):
     async with Stack(fake(), log=Log()) as stack:
         stack.send_signal(name, signal.SIGKILL)
         with pytest.raises(Unavailable, match=f"{name} ended by SIGKILL"):
-            await asyncio.wait_for(stack.wait(), 10)
+            await asyncio.wait_for(stack.wait(), WAIT_S)
 
 
 @pytest.mark.parametrize("name", ["target", "draft", "gateway"])
@@ -182,6 +185,8 @@ async def test_a_service_that_cannot_start_is_named_with_its_last_words(fake, na
 async def test_a_service_that_never_serves_is_given_up_within_the_bound(fake):
     stack = Stack(fake(env={"FAKE_NEVER_SERVES": "target"}), log=Log())
     await stack.start_service("target")
+    while await probe(stack.target_endpoint) is not Health.NOT_SERVING:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
     with pytest.raises(Unavailable, match="target is not serving after 2 s"):
         await stack.wait_serving("target", timeout_s=2.0)
     await stack.stop()
@@ -269,7 +274,7 @@ def test_kill_9_of_the_owner_leaves_no_orphan(fake):
         assert not any(gone(pid) for pid in pids.values())
     finally:
         owner.kill()
-        owner.wait(10)
+        owner.wait(WAIT_S)
         owner.stdout.close()
     asyncio.run(eventually(lambda: all(map(gone, [*pids.values(), child.pid]))))
 
@@ -301,7 +306,7 @@ def test_a_long_line_without_an_end_does_not_stop_the_log(fake):
         log = Log()
         child = process.ServiceProcess("x", "shout", {**os.environ, **fake().env}, log)
         await child.start()
-        await asyncio.wait_for(child.wait(), 20)
+        await asyncio.wait_for(child.wait(), WAIT_S)
         return [line for _, line in log.lines]
 
     folder = fake().env["PYTHONPATH"].split(os.pathsep)[0]

@@ -61,7 +61,7 @@ def test_a_terminal_without_a_character_gets_the_rest_of_the_answer(gateway):
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == b"h?llo\n"

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 
 import pytest
 
@@ -23,6 +22,8 @@ from flashduet.sampling.params import Sampling
 from flashduet.v1 import gateway_pb2 as pb
 from flashduet.v1.common_pb2 import PRIORITY_BATCH
 from tests.support.scripted_gateway import scripted_gateway
+
+WAIT_S = 60
 
 
 @pytest.fixture
@@ -90,14 +91,14 @@ async def test_errors_have_their_class_in_both_clients(gateway, prompt, kind, pa
 
 def test_nobody_there_is_unavailable():
     with Client("127.0.0.1:1") as client, pytest.raises(errors.Unavailable):
-        client.generate("hi", timeout=5).result()
+        client.generate("hi", timeout=60).result()
 
 
 async def test_a_passed_timeout_is_deadline_exceeded(gateway):
     endpoint, servicer = gateway
     with Client(endpoint) as client, pytest.raises(errors.DeadlineExceeded):
         client.generate("slow", timeout=0.3).result()
-    assert servicer.cancelled.wait(5)
+    assert servicer.cancelled.wait(WAIT_S)
     async with AsyncClient(endpoint) as client:
         with pytest.raises(errors.DeadlineExceeded):
             await client.generate("slow", timeout=0.3).result()
@@ -111,7 +112,7 @@ def test_sync_cancel_from_another_thread_ends_the_stream(gateway):
         assert [chunk.token_ids for chunk in stream] == [[4, 5]]
         with pytest.raises(errors.Cancelled):
             stream.result()
-    assert servicer.cancelled.wait(5)
+    assert servicer.cancelled.wait(WAIT_S)
 
 
 async def test_async_cancel_ends_the_stream(gateway):
@@ -122,7 +123,7 @@ async def test_async_cancel_ends_the_stream(gateway):
             stream.cancel()
         with pytest.raises(errors.Cancelled):
             await stream.result()
-    assert await asyncio.to_thread(servicer.cancelled.wait, 5)
+    assert await asyncio.to_thread(servicer.cancelled.wait, WAIT_S)
 
 
 async def test_a_cancelled_task_cancels_the_request_and_stays_cancelled(gateway):
@@ -133,7 +134,7 @@ async def test_a_cancelled_task_cancels_the_request_and_stays_cancelled(gateway)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert await asyncio.to_thread(servicer.cancelled.wait, 5)
+    assert await asyncio.to_thread(servicer.cancelled.wait, WAIT_S)
 
 
 async def test_leaving_the_block_early_cancels_the_request(gateway):
@@ -141,7 +142,7 @@ async def test_leaving_the_block_early_cancels_the_request(gateway):
     async with AsyncClient(endpoint) as client, client.generate("slow") as stream:
         async for _ in stream:
             break
-    assert await asyncio.to_thread(servicer.cancelled.wait, 5)
+    assert await asyncio.to_thread(servicer.cancelled.wait, WAIT_S)
 
 
 async def test_models_and_load(gateway):
@@ -216,9 +217,7 @@ async def test_probe_tells_serving_loading_and_absent():
         assert await probe(endpoint) is Health.SERVING
     finally:
         await server.stop(0)
-    began = time.monotonic()
     assert await probe(endpoint, timeout_s=1.0) is Health.UNREACHABLE
-    assert time.monotonic() - began < 5
 
 
 async def test_probe_of_something_that_speaks_no_grpc_is_unreachable():

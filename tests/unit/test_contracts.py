@@ -18,7 +18,7 @@ def test_stubs_are_what_the_protos_give():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert check.returncode == 0, check.stdout + check.stderr
 

@@ -18,7 +18,7 @@ from flashduet import rpc
 from flashduet.v1 import draft_pb2 as dp
 from flashduet.v1 import draft_pb2_grpc
 
-SECONDS = 90.0
+SECONDS = 300.0
 
 
 @pytest.fixture
@@ -58,7 +58,6 @@ def wait_for_line(process: subprocess.Popen[str], pattern: str) -> re.Match[str]
     raise AssertionError("".join(seen))
 
 
-@pytest.mark.timeout(120)
 async def test_it_serves_until_it_is_told_to_end(tiny_models: Path, sockets: Path) -> None:
     process = start(tiny_models, sockets)
     try:
@@ -68,7 +67,7 @@ async def test_it_serves_until_it_is_told_to_end(tiny_models: Path, sockets: Pat
         assert len(os.listdir(sockets)) == 1
         async with rpc.open_channel(f"127.0.0.1:{line[1]}") as channel:
             stub = draft_pb2_grpc.DraftServiceStub(channel)
-            load = await stub.GetLoad(dp.DraftServiceGetLoadRequest(), timeout=10)
+            load = await stub.GetLoad(dp.DraftServiceGetLoadRequest(), timeout=60)
             assert (load.sessions, load.max_sessions) == (0, 256)
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, SECONDS) == 0
@@ -78,7 +77,6 @@ async def test_it_serves_until_it_is_told_to_end(tiny_models: Path, sockets: Pat
     assert os.listdir(sockets) == []
 
 
-@pytest.mark.timeout(120)
 def test_a_wrong_setting_ends_it_with_the_fix(tiny_models: Path, sockets: Path) -> None:
     process = start(tiny_models, sockets, LEASE_S="-1")
     try:

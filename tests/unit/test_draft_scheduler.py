@@ -11,7 +11,7 @@ import torch
 
 from draft_service.scheduler import ROWS_A_STEP, Drafted, Scheduler
 from draft_service.work import IngestWork, ProposeWork, RewindWork, StepResult
-from tests.unit.drafting import DraftingEngine, Sequence, engine_of, features_for, until
+from tests.unit.drafting import WAIT_S, DraftingEngine, Sequence, engine_of, features_for, until
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,8 @@ async def test_a_proposal_waits_for_its_own_rows_and_others_come_after_it(
     proposal = asyncio.create_task(proposed(scheduler, engine.proposal(urgent, 100)))
     await asyncio.sleep(0)
     scheduler.start()
-    assert (await asyncio.wait_for(proposal, 10)).drafts is not None
-    await asyncio.wait_for(finished.wait(), 10)
+    assert (await asyncio.wait_for(proposal, WAIT_S)).drafts is not None
+    await asyncio.wait_for(finished.wait(), WAIT_S)
     assert recorder.steps[0] == ([(id(urgent.engine), 0, 100)], [id(urgent.engine)])
     assert recorder.steps[1] == ([(id(prefill.engine), 0, 300), (id(prefill.engine), 300, 50)], [])
     assert (prefill.engine.length, urgent.engine.length) == (350, 100)
@@ -118,7 +118,7 @@ async def test_rows_without_a_proposal_come_in_bounded_steps(
             engine.ingest_work(context, 0, rows), lambda error, event=event: event.set()
         )
     scheduler.start()
-    await asyncio.wait_for(asyncio.gather(*(event.wait() for event in done)), 10)
+    await asyncio.wait_for(asyncio.gather(*(event.wait() for event in done)), WAIT_S)
     assert [context.engine.length for context in contexts] == [400] * 3
     assert all(sum(r for _, _, r in step) <= ROWS_A_STEP for step, _ in recorder.steps)
 
@@ -135,7 +135,7 @@ async def test_a_rewind_keeps_its_place_in_the_queue(
     proposal = asyncio.create_task(proposed(scheduler, engine.proposal(context, 28)))
     await asyncio.sleep(0)
     scheduler.start()
-    drafted = (await asyncio.wait_for(proposal, 10)).drafts
+    drafted = (await asyncio.wait_for(proposal, WAIT_S)).drafts
     expected = Sequence.made_of(engine, torch.cat([old[:8], new]))
     result = engine.step([], [expected.proposal(5, 8)])
     assert drafted == result.drafts[0]

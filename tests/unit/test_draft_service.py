@@ -89,7 +89,7 @@ async def test_a_proposal_whose_context_does_not_come_is_refused(running: Runnin
     answer = await gateway.propose(session, 10, round=2, budget_s=0.15)
     assert refusal(answer) == "CONTEXT_LATE"
     assert (answer.refused.round, answer.refused.context_end) == (2, 4)
-    assert 0.1 < time.monotonic() - began < 2.0
+    assert time.monotonic() - began > 0.1
     # The session is as good as before.
     assert (await gateway.propose(session, 5)).HasField("proposal")
     counts = {c.reason: c.count for c in (await running.load()).refused_proposals}

@@ -13,7 +13,7 @@ from draft_service.engine import Engine
 from draft_service.work import IngestWork, ProposeWork, StepResult
 from flashduet.v1 import common_pb2 as pb
 from flashduet.v1 import draft_pb2 as dp
-from tests.unit.draft_peers import TargetPeer
+from tests.unit.draft_peers import SECONDS, TargetPeer
 from tests.unit.draft_running import (
     LEASE_S,
     MAX_SESSIONS,
@@ -41,7 +41,7 @@ async def test_closing_takes_the_sessions_work_out_of_the_queue(
 
     def slow(self: Engine, ingests: list[IngestWork], proposals: list[ProposeWork]) -> StepResult:
         steps.append([work.rows for work in ingests])
-        assert may_go.wait(10)
+        assert may_go.wait(SECONDS)
         return whole(self, ingests, proposals)
 
     monkeypatch.setattr(Engine, "step", slow)
@@ -64,7 +64,7 @@ async def test_a_busy_engine_costs_a_proposal_its_budget_and_no_more(
     whole = Engine.step
 
     def slow(self: Engine, ingests: list[IngestWork], proposals: list[ProposeWork]) -> StepResult:
-        assert may_go.wait(10)
+        assert may_go.wait(SECONDS)
         return whole(self, ingests, proposals)
 
     monkeypatch.setattr(Engine, "step", slow)
@@ -241,7 +241,7 @@ async def test_a_step_that_fails_closes_its_sessions_and_no_others(
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "_ingest", fail)
         await target.chunk(hit, 0, features)
-        end = time.monotonic() + 5
+        end = time.monotonic() + SECONDS
         while (await running.load()).sessions == 2:
             assert time.monotonic() < end
             await asyncio.sleep(0.02)

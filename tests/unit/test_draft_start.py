@@ -30,7 +30,7 @@ from flashduet.v1 import common_pb2 as pb
 from flashduet.v1 import draft_pb2 as dp
 from flashduet.v1 import draft_pb2_grpc
 from tests.support.tiny import MASK, tiny_target
-from tests.unit.draft_peers import TargetPeer
+from tests.unit.draft_peers import SECONDS, TargetPeer
 from tests.unit.draft_running import (
     Running,
     new_id,
@@ -46,13 +46,13 @@ __all__ = ["running"]
 async def test_attached_targets_are_told_and_forgotten(running: Running) -> None:
     async def attached() -> list[bytes]:
         request = dp.DraftServiceGetModelInfoRequest()
-        return list((await running.stub.GetModelInfo(request, timeout=5)).target_instance_ids)
+        return list((await running.stub.GetModelInfo(request, timeout=SECONDS)).target_instance_ids)
 
     assert await attached() == []
     target = await running.target()
     assert await attached() == [target.instance_id]
     await target.end()
-    end = time.monotonic() + 5
+    end = time.monotonic() + SECONDS
     while await attached():
         assert time.monotonic() < end
         await asyncio.sleep(0.02)
@@ -66,7 +66,7 @@ async def test_the_handshake_says_what_the_target_must_send(running: Running) ->
     assert list(welcome.target_layer_ids) == [0, 2, 2]
     assert welcome.block_length == 8
     assert welcome.draft_instance_id == running.service.instance_id
-    info = await running.stub.GetModelInfo(dp.DraftServiceGetModelInfoRequest(), timeout=5)
+    info = await running.stub.GetModelInfo(dp.DraftServiceGetModelInfoRequest(), timeout=SECONDS)
     assert info.instance_id == running.service.instance_id
     assert (info.mask_token_id, info.max_block_length, info.block_length) == (MASK, 32, 8)
     assert info.target_facts.tokenizer_hash == running.facts.tokenizer_hash
@@ -137,28 +137,28 @@ async def test_not_serving_and_unavailable_until_warmed_up(
         from draft_service.loading import load
 
         loop.call_soon_threadsafe(loading.set)
-        asyncio.run_coroutine_threadsafe(may_load.wait(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(may_load.wait(), loop).result(SECONDS)
         return load(settings)
 
     service = DraftService(settings, slow_load)
     starting = asyncio.create_task(service.start())
-    await asyncio.wait_for(loading.wait(), 10)
+    await asyncio.wait_for(loading.wait(), SECONDS)
     async with rpc.open_channel(f"127.0.0.1:{service.port}") as channel:
         health = health_pb2_grpc.HealthStub(channel)
 
         async def status(name: str) -> int:
             request = health_pb2.HealthCheckRequest(service=name)
-            return (await health.Check(request, timeout=5)).status
+            return (await health.Check(request, timeout=SECONDS)).status
 
         names = ("", "flashduet.v1.DraftService")
         for name in names:
             assert await status(name) == health_pb2.HealthCheckResponse.NOT_SERVING
         stub = draft_pb2_grpc.DraftServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.GetLoad(dp.DraftServiceGetLoadRequest(), timeout=5)
+            await stub.GetLoad(dp.DraftServiceGetLoadRequest(), timeout=SECONDS)
         assert isinstance(rpc.from_rpc_error(caught.value), Unavailable)
         may_load.set()
-        await asyncio.wait_for(starting, 20)
+        await asyncio.wait_for(starting, SECONDS)
         for name in names:
             assert await status(name) == health_pb2.HealthCheckResponse.SERVING
     await service.stop()
@@ -200,16 +200,16 @@ async def test_a_service_that_is_told_to_end_does_not_wait_for_its_weights(
     may_end = threading.Event()
 
     def endless(settings: DraftSettings) -> LoadedDrafter:
-        may_end.wait(30)
+        may_end.wait(10 * SECONDS)
         raise ConfigurationError("never loaded")
 
     service = DraftService(settings_for(tmp_path), endless)
     starting = asyncio.create_task(service.start())
     await until(lambda: service.port > 0)
     starting.cancel()
-    await asyncio.wait([starting], timeout=2)
+    await asyncio.wait([starting], timeout=SECONDS)
     assert starting.cancelled()
-    await asyncio.wait_for(service.stop(), 2)
+    await asyncio.wait_for(service.stop(), SECONDS)
     may_end.set()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 
@@ -92,6 +93,8 @@ async def test_every_proposals_span_ends_however_it_goes(
     await gateway.propose(session, 9, round=2, budget_s=0.05)
     await gateway.propose(session, 9, epoch=7)
     await gateway.ask(session, 9, round=3)
+    while not (await running.load()).queued_proposals:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
     await gateway.end()
     await running.emptied()
     outcomes = [(s.attributes or {})["outcome"] for s in by_name(spans)["draft.propose"]]

@@ -175,4 +175,4 @@ def test_limits_themselves_are_accepted(fields):
 
 def test_parameters_need_no_torch():
     code = "import sys, flashduet.sampling; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0

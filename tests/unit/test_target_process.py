@@ -20,7 +20,7 @@ from tests.support.tiny import tiny_target
 from tests.unit.target_server_support import RunningTarget, Stream, eventually
 from tests.unit.target_support import prompt
 
-START_S = 120.0
+START_S = 300.0
 
 
 def start(model: str, **variables: str) -> subprocess.Popen[str]:
@@ -56,7 +56,7 @@ async def test_serves_traces_and_stops(tmp_path: Path) -> None:
         await ask(endpoint)
     finally:
         process.send_signal(signal.SIGTERM)
-        _, log = await asyncio.to_thread(process.communicate, timeout=30)
+        _, log = await asyncio.to_thread(process.communicate, timeout=START_S)
     assert process.returncode == 0, log
     assert "memory plan" in log
     check_spans(tmp_path / "traces")

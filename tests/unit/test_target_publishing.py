@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import os
-import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from flashduet.v1 import common_pb2
 from target_service.service import TargetService
 from target_service.settings import TargetSettings
 from tests.unit.target_server_support import (
+    WAIT_S,
     IngestPeer,
     RunningTarget,
     Stream,
@@ -161,10 +161,8 @@ async def test_a_silent_draft_fills_the_ring_and_the_engine_does_not_wait(
     states = []
     for _ in range(4):
         stream = running.decode()
-        started = time.monotonic()
         await stream.open(tokens, draft_instance_id=peer[0].instance_id)
         states.append((await answer(stream, truth, 20))[-1])
-        assert time.monotonic() - started < 5
         await stream.close()
     assert states[0] is True
     assert states[-1] is False
@@ -249,7 +247,7 @@ async def test_a_cancelled_client_leaves_no_record_in_the_ring(
             await stream.send_verify([1, 2])
         await asyncio.sleep(0.25)
         stream.call.cancel()
-        await running.nothing_left(within_s=1.0)
+        await running.nothing_left()
     after = running.decode()
     assert (await after.open(prompt(5), **fields)).drafting
     await after.close()
@@ -303,8 +301,8 @@ async def test_a_link_that_is_closed_just_as_its_draft_ends_does_end(
         target = running_target(tiny, tmp_path, drafts=endpoint)
         running = await target.__aenter__()
         await running.attached()
-    await asyncio.wait_for(ending.wait(), 10)
+    await asyncio.wait_for(ending.wait(), WAIT_S)
     closing = asyncio.create_task(target.__aexit__(None, None, None))
     await asyncio.sleep(0.2)
     may_end.set()
-    await asyncio.wait_for(closing, 10)
+    await asyncio.wait_for(closing, WAIT_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from flashduet.rpc import Server, from_rpc_error, open_channel
 from flashduet.v1 import target_pb2, target_pb2_grpc
 from flashduet.v1.common_pb2 import SamplingParams
 from target_service.server import TargetServicer
-from tests.unit.target_server_support import RunningTarget, running_target, slowed
+from tests.unit.target_server_support import WAIT_S, RunningTarget, running_target, slowed
 from tests.unit.target_support import TinyTarget, load_tiny, prompt
 
 
@@ -65,11 +64,12 @@ async def test_steps_taken_together_give_what_they_give_one_by_one(
     stop = next(token for token in truth[14:] if token not in truth[:14])
     stream = running.decode()
     await stream.open(tokens, max_tokens=30, stop_token_ids=[stop], top_logprobs=0)
-    many = await stream.verify(truth[1:3], more_steps=5)
+    with slowed(tiny, 0.02):
+        many = await stream.verify(truth[1:3], more_steps=5)
     assert (many.accepted, list(many.more_token_ids)) == (2, truth[4:9])
     assert [entry.chosen.token_id for entry in many.logprobs] == truth[1:9]
-    one = await stream.verify()
-    assert many.timings.forward_us > one.timings.forward_us, "it is that of all six steps"
+    assert many.timings.forward_us >= 6 * 20_000, "it is that of all six steps"
+    await stream.verify()
     cut = await stream.verify(more_steps=19)
     assert cut.more_token_ids[-1] == stop
     assert stream.tokens == [*tokens, *truth[: truth.index(stop) + 1]]
@@ -268,7 +268,7 @@ async def test_logprobs_are_of_the_model_s_own_distribution(
 
 
 @pytest.mark.parametrize("phase", ["prefill", "verify", "idle"])
-async def test_a_cancelled_client_frees_everything_within_a_second(
+async def test_a_cancelled_client_frees_everything_and_no_more_steps_follow(
     running: RunningTarget, tiny: TinyTarget, phase: str
 ) -> None:
     stream = running.decode()
@@ -279,10 +279,9 @@ async def test_a_cancelled_client_frees_everything_within_a_second(
             await stream.send_open(prompt(400), max_tokens=8)
         elif phase == "verify":
             await stream.send_verify([1, 2])
-        await asyncio.sleep(0.1)
-        assert (await running.load()).sessions == 1
+        await running.opened(1)
         stream.call.cancel()
-        await running.nothing_left(within_s=1.0)
+        await running.nothing_left()
         steps = (await running.load()).steps
         await asyncio.sleep(0.5)
         # The step under way ends; no other follows it.
@@ -291,13 +290,11 @@ async def test_a_cancelled_client_frees_everything_within_a_second(
 
 async def test_the_session_s_deadline(running: RunningTarget, tiny: TinyTarget) -> None:
     stream = running.decode()
-    started = time.monotonic()
     with slowed(tiny, 0.1):
         await stream.send_open(prompt(400), max_tokens=8, deadline_ms=300)
         assert (await stream.failure()).code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert time.monotonic() - started < 2
     idle = running.decode()
-    await idle.open(prompt(5), deadline_ms=300)
+    await idle.open(prompt(5), deadline_ms=2000)
     assert (await idle.failure()).code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
@@ -333,14 +330,14 @@ async def test_an_engine_failure_ends_one_session_only(
 async def test_long_prompts_let_rounds_through(running: RunningTarget, tiny: TinyTarget) -> None:
     quick, long = running.decode(), running.decode()
     await quick.open(prompt(5))
-    with slowed(tiny, 0.05):
+    with slowed(tiny, 0.1):
         await long.send_open(prompt(320), max_tokens=8)
-        started = time.monotonic()
+        opened = asyncio.create_task(long._read())
+        await running.opened(2)
         for _ in range(3):
             await quick.verify()
-        # 20 chunks of 50 ms would be a second; a round waits for one at most.
-        assert time.monotonic() - started < 0.8
-        assert (await long._read()).opened.prefill_chunks >= 20
+        assert not opened.done(), "a round waits for one of its chunks at most"
+        assert (await opened).opened.prefill_chunks >= 20
     await quick.close()
     await long.close()
 
@@ -352,6 +349,6 @@ async def test_not_loaded_is_unavailable() -> None:
     async with open_channel(f"127.0.0.1:{server.port}") as channel:
         stub = target_pb2_grpc.TargetServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.GetLoad(target_pb2.TargetServiceGetLoadRequest(), timeout=5)
+            await stub.GetLoad(target_pb2.TargetServiceGetLoadRequest(), timeout=WAIT_S)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     await server.stop(0)

