@@ -57,6 +57,20 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
+class JoinedLinear(nn.Linear):
+    """Sibling layers as one plain linear layer, for a compiler that packs weights itself."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        parts = [_parts(layer) for layer in layers]
+        weight = torch.cat([weight.detach() for weight, _ in parts])
+        bias = _join([weight for weight, _ in parts], [bias for _, bias in parts])
+        super().__init__(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            self.bias = nn.Parameter(bias, requires_grad=False)
+        self.sizes = tuple(weight.shape[0] for weight, _ in parts)
+
+
 class SharedInput:
     """Sibling layers as one product, computed for the first of them that is called.
 
@@ -64,7 +78,7 @@ class SharedInput:
     sibling that is given another one computes it on its own.
     """
 
-    def __init__(self, product: PackedLinear) -> None:
+    def __init__(self, product: PackedLinear | JoinedLinear) -> None:
         self.product = product
         self._input: Tensor | None = None
         self._outputs: Sequence[Tensor] = ()
@@ -119,7 +133,8 @@ def products(model: nn.Module) -> list[PackedLinear]:
         for module in model.modules()
         if isinstance(module, SharedLinear)
     }
-    return [*alone, *shared.values()]
+    packed = [product for product in shared.values() if isinstance(product, PackedLinear)]
+    return [*alone, *packed]
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -143,21 +158,47 @@ def pack_linears(model: nn.Module, probe: Callable[[], object]) -> PackingReport
         probe: runs the model once; shows which layers read the same tensor.
     """
     groups = _siblings(model, probe)
-    places = {
-        id(child): (parent, name)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-    }
+    places = _places(model)
     nbytes = 0
     for group in groups:
         product = PackedLinear.of(*group)
         nbytes += product.nbytes
-        shared = SharedInput(product)
-        for index, layer in enumerate(group):
-            parent, name = places[id(layer)]
-            swapped = product if len(group) == 1 else SharedLinear(shared, index, layer)
-            setattr(parent, name, swapped)
+        if len(group) == 1:
+            parent, name = places[id(group[0])]
+            setattr(parent, name, product)
+        else:
+            _share(product, group, places)
     return PackingReport(sum(map(len, groups)), len(groups), nbytes)
+
+
+@torch.inference_mode()
+def join_linears(model: nn.Module, probe: Callable[[], object]) -> None:
+    """As `pack_linears`, but siblings become plain linear layers and others stay as they are."""
+    places = _places(model)
+    for group in _siblings(model, probe):
+        if len(group) > 1:
+            _share(JoinedLinear(*group), group, places)
+
+
+_Places = dict[int, tuple[nn.Module, str]]
+
+
+def _places(model: nn.Module) -> _Places:
+    """Parent and name of each module, by its identity."""
+    return {
+        id(child): (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+    }
+
+
+def _share(
+    product: PackedLinear | JoinedLinear, group: Sequence[nn.Module], places: _Places
+) -> None:
+    shared = SharedInput(product)
+    for index, layer in enumerate(group):
+        parent, name = places[id(layer)]
+        setattr(parent, name, SharedLinear(shared, index, layer))
 
 
 def _siblings(model: nn.Module, probe: Callable[[], object]) -> list[list[nn.Module]]:

@@ -17,6 +17,8 @@ from flashduet import process
 from flashduet.hardware import compute_threads
 from flashduet.rpc import Server
 from flashduet.v1 import target_pb2_grpc
+from target_service.compiled.adoption import Adoption, adopt_or_plan
+from target_service.compiled.background import BackgroundCompilation
 from target_service.engine import Engine
 from target_service.load import LoadedTarget, load_target
 from target_service.memory import plan_memory
@@ -38,37 +40,50 @@ async def serve(settings: TargetSettings) -> None:
     server, servicer = Server([SERVICE_NAME]), TargetServicer()
     target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server.grpc)
     await server.start(settings.listen)
+    compilation: BackgroundCompilation | None = None
     try:
         stopped = asyncio.create_task(stop.wait())
         loaded = process.load_in_background(lambda: _load(settings))
         either: set[asyncio.Future[Any]] = {stopped, loaded}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if loaded.done():
-            target, engine = loaded.result()
-            servicer.service = TargetService.start(settings, target, engine)
+            service, adoption = _start(settings, *loaded.result())
+            del loaded, either  # the weights may go when passes are compiled
+            servicer.service = service
             await server.serving()
-            name = target.facts.name
-            log.info("serving %s on port %d (%s)", name, server.port, target.device)
+            name = service.identity.facts.name
+            log.info("serving %s on port %d (%s)", name, server.port, service.device)
+            if adoption is not None:
+                compilation = adoption.begin()
         await stopped
     finally:
         log.info("stopping")
+        if compilation is not None:
+            await compilation.close()
         await server.stop(settings.shutdown_grace_s)
         if servicer.service is not None:
             await servicer.service.close()
 
 
-def _load(settings: TargetSettings) -> tuple[LoadedTarget, Engine]:
+def _start(
+    settings: TargetSettings, target: LoadedTarget, engine: Engine, adoption: Adoption | None
+) -> tuple[TargetService, Adoption | None]:
+    return TargetService.start(settings, target, engine), adoption
+
+
+def _load(settings: TargetSettings) -> tuple[LoadedTarget, Engine, Adoption | None]:
     torch.set_num_threads(compute_threads(settings.threads))
     target = load_target(settings)
     plan = plan_memory(settings, target)
     plan.print()
     engine = Engine(target, plan.num_blocks, plan.block_tokens, settings.numerics)
     engine.warm_up()
+    adoption = adopt_or_plan(settings, target, engine)
     # What is there now stays: a collection that looks through a million objects of torch and
     # Transformers would hold up a step by a tenth of a second.
     gc.collect()
     gc.freeze()
-    return target, engine
+    return target, engine, adoption
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -21,6 +22,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 # No "flash" in the names: Transformers would look for such a kernel.
 PACKED = "fd_packed_rows"
 SURVEY = "fd_survey"
+# The attention of a graph that a compiler made, `torch.ops.flashduet.attend`.
+_OPERATOR = "attend"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +57,20 @@ class AttentionPass(Protocol):
         """
 
 
+class IndexedPass(Protocol):
+    """A pass whose layers are known by their place among the attention layers."""
+
+    def attend_at(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras
+    ) -> Tensor:
+        """As `AttentionPass.attend`; contiguous."""
+
+
 _thread = threading.local()
 
 
 @contextmanager
-def running(current: AttentionPass) -> Iterator[None]:
+def running(current: AttentionPass | IndexedPass) -> Iterator[None]:
     """Let attention layers called in this thread take part in this pass."""
     _thread.current = current
     try:
@@ -98,6 +110,32 @@ class MaskRequest:
 def _note_mask(*_: Any, mask_function: Callable[..., Tensor], **__: Any) -> MaskRequest:
     return MaskRequest(mask_function)
 
+
+def _operator(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    index: int,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    current: IndexedPass = _thread.current
+    return current.attend_at(index, query, key, value, Extras(scaling, softcap, sinks))
+
+
+def _operator_shape(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+# Kept: an operator is gone with the library that defines it.
+_library = torch.library.Library("flashduet", "DEF")
+_library.define(
+    f"{_OPERATOR}(Tensor query, Tensor key, Tensor value, Tensor? sinks, int index, "
+    "float scaling, float? softcap) -> Tensor"
+)
+_library.impl(_OPERATOR, _operator, "CPU")
+torch.library.register_fake(f"flashduet::{_OPERATOR}", _operator_shape, lib=_library)
 
 AttentionInterface.register(PACKED, _attention)
 AttentionInterface.register(SURVEY, _attention)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from flashduet.errors import CheckpointError
 from flashduet.kv.storage import KVStorage
@@ -19,6 +18,8 @@ from flashduet.sampling.choose import RowBlock, choose_blocks
 from flashduet.sampling.params import Sampling
 from target_service.answers import Answer, choose, tell_logprobs
 from target_service.batching import Span
+from target_service.compiled.checks import LARGEST_DIFFERENCE, check_logits, relative_difference
+from target_service.compiled.model import CompiledModel
 from target_service.features import FeatureCapture
 from target_service.flash_varlen import PAGE_TOKENS, varlen_function
 from target_service.forward import PackedModel
@@ -36,9 +37,6 @@ from target_service.session import (
 from target_service.settings import NumericsChoice
 
 log = logging.getLogger(__name__)
-
-# Of packed logits from plain ones, by the element type's rounding; a wrong mask is far above.
-_LARGEST_DIFFERENCE = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
 
 
 class Engine:
@@ -81,6 +79,25 @@ class Engine:
                 f"multiple of {PAGE_TOKENS}",
             )
         self.features = FeatureCapture(target.decoder, target.config.num_hidden_layers)
+        self._offered: CompiledModel | None = None
+
+    def offer(self, compiled: CompiledModel) -> None:
+        """Go over to a compiled pass before the next step and let the model's weights go.
+
+        May be called from any thread while the engine works; the time that it takes is the
+        caller's.
+
+        Raises:
+            ConfigurationError: it does not compute what the model does.
+        """
+        ids = self.packed.probe_ids
+        check_logits(compiled.probe(ids, self._dtype), self.packed.plain_logits)
+        self._offered = compiled
+
+    @property
+    def compiled(self) -> bool:
+        """Whether steps are, or from the next one on will be, compiled."""
+        return self._offered is not None or self.packed.compiled is not None
 
     @torch.inference_mode()
     def step(self, items: Sequence[WorkItem]) -> list[StepResult | StepFailure]:
@@ -88,6 +105,12 @@ class Engine:
 
         A failing item leaves its session as it was and does not touch the others.
         """
+        if self._offered is not None:
+            self.packed.go_over(self._offered, self.features.take)
+            self.features.let_go()
+            self._offered = None
+        if not items:
+            return []
         try:
             return self._step(items)
         except Exception as error:
@@ -162,8 +185,8 @@ class Engine:
             start += count
         packed = torch.cat(rows)
         choose_blocks(packed, [RowBlock(1, len(packed), Sampling(temperature=1.0))])
-        difference = _relative_difference(packed, plain[: len(tokens)])
-        if not difference < _LARGEST_DIFFERENCE[self._dtype]:
+        difference = relative_difference(packed, plain[: len(tokens)])
+        if not difference < LARGEST_DIFFERENCE[self._dtype]:
             raise CheckpointError(
                 f"model_type {self._config.model_type!r}: logits of packed passes and of a plain "
                 f"one differ by {difference:.0%}; the model does not use Transformers' attention "
@@ -192,10 +215,3 @@ def _commit(part: Part, answer: Answer) -> None:
     computed = part.rows if isinstance(item, PrefillChunk) else answer.accepted + 1
     session.table.length = item.base + computed
     session.commit(answer.committed)
-
-
-def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Root mean square of the difference, against that of the logits around their mean."""
-    ours, theirs = ours.double(), theirs.double()
-    spread = theirs - theirs.mean(dim=-1, keepdim=True)
-    return float((ours - theirs).norm() / spread.norm())

@@ -30,7 +30,9 @@ class FeatureCapture:
     """
 
     def __init__(self, decoder: nn.Module, num_layers: int) -> None:
+        self._decoder: nn.Module | None
         self._decoder, self._layers = _decoder_layers(decoder, num_layers)
+        self._depth = num_layers
         self._handles: dict[int, RemovableHandle] = {}
         self._wanted: frozenset[int] = frozenset()
         self._states: dict[int, Tensor] = {}
@@ -41,7 +43,7 @@ class FeatureCapture:
 
     def check(self, layer_ids: Sequence[int]) -> None:
         """Raises Incompatible where an id is not one of the target's layers."""
-        depth = len(self._layers)
+        depth = self._depth
         if not layer_ids or any(not 0 <= layer_id < depth for layer_id in layer_ids):
             raise Incompatible(
                 f"target_layer_ids {list(layer_ids)}: ids from 0 to {depth - 1} expected; "
@@ -52,13 +54,23 @@ class FeatureCapture:
     def recording(self, layer_ids: Collection[int]) -> Iterator[None]:
         """Keep the states of these layers from the pass made inside the block."""
         self._wanted = frozenset(layer_ids)
-        for layer_id in self._wanted - self._handles.keys():
-            self._handles[layer_id] = self._hook(layer_id)
+        if self._decoder is not None:
+            for layer_id in self._wanted - self._handles.keys():
+                self._handles[layer_id] = self._hook(layer_id)
         try:
             yield
         finally:
             self._wanted = frozenset()
             self._states.clear()
+
+    def take(self, states: Sequence[Tensor]) -> None:
+        """The outputs [1, n, hidden] of all layers in order, from a pass that no hook sees."""
+        for layer_id in self._wanted:
+            self._states[layer_id] = states[layer_id]
+
+    def states(self) -> list[Tensor]:
+        """What the pass gave for the layers recorded, in order of their ids."""
+        return [self._states[layer_id] for layer_id in sorted(self._states)]
 
     def rows(self, layer_ids: Sequence[int], first: int, count: int) -> Tensor:
         """`count` rows of the pass from `first` on: [count, len(layer_ids) * hidden], a copy.
@@ -69,13 +81,16 @@ class FeatureCapture:
             [self._states[layer_id][0, first : first + count] for layer_id in layer_ids], dim=-1
         )
 
-    def close(self) -> None:
+    def let_go(self) -> None:
+        """Take the hooks off and let the model go: states come by `take` alone from now on."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        self._decoder, self._layers = None, nn.ModuleList()
 
     def _hook(self, layer_id: int) -> RemovableHandle:
-        last = layer_id == len(self._layers) - 1
+        assert self._decoder is not None
+        last = layer_id == self._depth - 1
         module = self._decoder if last else self._layers[layer_id]
         return module.register_forward_hook(self._keeper(layer_id))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from flashduet.kv.storage import KVStorage
 from flashduet.packed_linear import can_pack, pack_linears
 from target_service.attention import PACKED, running
 from target_service.batching import Span, split
+from target_service.compiled.model import CompiledModel
 from target_service.fast_norm import swap_norms
 from target_service.flash_varlen import VarlenFunction
 from target_service.load import LoadedTarget
@@ -31,7 +32,9 @@ class PackedModel:
     """Owns the model of a loaded target and changes it in place.
 
     Attributes:
-        model: with packed attention; it can run no other passes any more.
+        model: with packed attention; it can run no other passes any more. None once passes are
+            compiled.
+        compiled: what runs in its place.
         layers: its attention layers.
         invariance: how passes are laid out where a result's bits must not depend on the pass.
         varlen: flash-attn's function, where it can be used.
@@ -45,6 +48,8 @@ class PackedModel:
         self.model: Any = target.model
         self._device = target.device
         self._room = GatherRoom()
+        self.compiled: CompiledModel | None = None
+        self._take_states: Callable[[Sequence[Tensor]], None] | None = None
         self.invariance: Invariance | None = None
         self.varlen: VarlenFunction | None = None
         accepted = inspect.signature(self.model.forward).parameters
@@ -71,6 +76,17 @@ class PackedModel:
                 )
         self.model.set_attn_implementation(PACKED)  # type: ignore[operator]
 
+    def go_over(
+        self, compiled: CompiledModel, take_states: Callable[[Sequence[Tensor]], None]
+    ) -> None:
+        """Run compiled passes from now on, and let the model go.
+
+        Args:
+            take_states: given the outputs [1, n, hidden] of all layers after each pass.
+        """
+        self.compiled, self._take_states = compiled, take_states
+        self.model = None
+
     def forward(self, kv: KVStorage, spans: Sequence[Span], keep: Tensor) -> Tensor:
         """Run the spans' tokens as one row; their keys and values are in `kv` afterwards.
 
@@ -80,6 +96,11 @@ class PackedModel:
         Returns:
             logits [k, V].
         """
+        if self.compiled is not None:
+            logits, states = self.compiled.forward(kv, spans, keep)
+            if self._take_states is not None:
+                self._take_states(states)
+            return logits
         wanted = len(keep)
         chosen_split: Split = split
         if self.invariance is not None:
@@ -97,7 +118,7 @@ class PackedModel:
             arguments["logits_to_keep"] = keep
         varlen = self.varlen if self.invariance is None else None
         with running(PackedPass(self.layers, kv, spans, self._room, chosen_split, varlen)):
-            logits: Tensor = self.model(**arguments).logits[0]
+            logits = self.model(**arguments).logits[0]
         if not self._takes_logits_to_keep:
             logits = logits.index_select(0, keep)
         logits = logits[:wanted]

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 class LoadedTarget:
     """A model ready to run, with what the rest of the service asks about it."""
 
+    # Of the checkpoint.
+    folder: Path
     model: nn.Module
     # Of the decoder itself, also where the checkpoint is multimodal.
     config: Any
@@ -95,7 +97,7 @@ def load_target(settings: TargetSettings) -> LoadedTarget:
     facts = models.model_facts(folder, name, DATA_TYPES[dtype])
     if settings.context_window is not None:
         facts.context_window = min(facts.context_window, settings.context_window)
-    return LoadedTarget(model, models.text_config(model.config), facts, device, dtype)
+    return LoadedTarget(folder, model, models.text_config(model.config), facts, device, dtype)
 
 
 def check_weight_files(folder: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flashduet.kv.storage import KVStorage, LayerShape, Slots
@@ -72,6 +73,8 @@ class PackedPass:
         self._split = split
         self._varlen = varlen
         self._spans = spans
+        # A row may be filled up with tokens that take no part in attention.
+        self._rows = sum(len(span.token_ids) for span in spans)
         self._written = _written(kv, spans)
         # Made for the first layer of each kind.
         self._seen: dict[Visibility, _Seen] = {}
@@ -80,10 +83,25 @@ class PackedPass:
     def attend(
         self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, extras: Extras, mask: Any
     ) -> Tensor:
-        index = self._layers.index[id(layer)]
+        return self._attend(self._layers.index[id(layer)], query[0], key[0], value[0], extras)
+
+    def attend_at(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras
+    ) -> Tensor:
+        query, key, value = query[0], key[0], value[0]
+        filled = query.shape[1] - self._rows
+        if not filled:
+            return self._attend(index, query, key, value, extras).contiguous()
+        rows = slice(self._rows)
+        output = self._attend(index, query[:, rows], key[:, rows], value[:, rows], extras)
+        return F.pad(output, (0, 0, 0, 0, 0, filled))
+
+    def _attend(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras
+    ) -> Tensor:
         kv = self._kv
-        kv.put(index, self._written, key[0], value[0])
-        rule, query = self._layers.rules[index], query[0]
+        kv.put(index, self._written, key, value)
+        rule = self._layers.rules[index]
         if self._varlen is not None and can_plan(rule, extras):
             planned = self._plans.get(rule)
             if planned is None:

@@ -11,6 +11,7 @@ from pydantic_settings import SettingsConfigDict
 from flashduet.settings import DtypeChoice, ServiceSettings, TransportChoice, default_socket_dir
 
 NumericsChoice = Literal["fast", "batch_invariant"]
+CompileChoice = Literal["auto", "wait", "off"]
 
 
 class TargetSettings(ServiceSettings):
@@ -53,5 +54,8 @@ class TargetSettings(ServiceSettings):
     # `fast`, or `batch_invariant`: output that depends neither on the batch nor on block lengths,
     # also in bfloat16.
     numerics: NumericsChoice = "fast"
+    # Run passes compiled, on CPUs in 16 bits: `auto` compiles in the background where that has not
+    # been done before, `wait` before serving, `off` never.
+    compile: CompileChoice = "auto"
     # Caps the model's own context window, tokens.
     context_window: int | None = Field(default=None, ge=2)

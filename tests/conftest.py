@@ -11,6 +11,8 @@ import pytest
 # Tiny models gain nothing from a second thread, and on a busy machine two wait for each other. Set
 # before torch is imported, and inherited by every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests that want compiled passes say so: compiling takes a minute.
+os.environ.setdefault("FLASHDUET_TARGET_COMPILE", "off")
 
 from tests.support.pair import PATIENCE, Pair
 from tests.support.tiny import tiny_drafter, tiny_target
@@ -55,6 +57,14 @@ def other_pair(tiny_models: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture
 def own_pair(tiny_models: Path, tmp_path: Path) -> Iterator[Pair]:
     """A stack that the test may break."""
+    running = Pair(tiny_models / "target", tiny_models / "drafter", tmp_path / "traces", **PATIENCE)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def brisk_pair(tiny_models: Path, tmp_path: Path) -> Iterator[Pair]:
+    """One that waits for a draft no longer than it does by itself."""
     running = Pair(tiny_models / "target", tiny_models / "drafter", tmp_path / "traces")
     yield running
     running.stop()

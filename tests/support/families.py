@@ -1,6 +1,6 @@
 """How close packed passes come to Transformers' own, family by family.
 
-`python -m tests.support.families [family ...]` prints the table of docs/families.md.
+`python -m tests.support.families [--compiled] [family ...]` prints the table of docs/families.md.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ from typing import Any
 
 import torch
 
+from flashduet.errors import ConfigurationError
 from target_service.batching import Span
+from target_service.compiled.build import compile_pass
+from target_service.compiled.model import CompiledModel
+from target_service.load import load_target
 from target_service.session import StepResult, VerifyBlock
+from target_service.settings import TargetSettings
 from tests.unit.target_support import TinyTarget, hidden_rows, load_tiny, prefill, prompt
 
 # Past the sliding windows of 24 tokens and, twice over, the 128 positions that rope tables are
@@ -87,9 +92,15 @@ class FamilyResult:
 
 
 @torch.inference_mode()
-def measure(case: Case, folder: Path) -> FamilyResult:
-    """Run a random tiny model of the family in every way that the service runs one."""
+def measure(case: Case, folder: Path, *, compiled: bool = False) -> FamilyResult:
+    """Run a random tiny model of the family in every way that the service runs one.
+
+    Raises:
+        ConfigurationError: it cannot be compiled.
+    """
     tiny = load_tiny(folder, case.family, **case.overrides)
+    if compiled:
+        compile_tiny(tiny)
     tokens, other = prompt(LENGTH), prompt(LENGTH, seed=5)
     depth = tiny.target.config.num_hidden_layers
     layers = (depth - 1, 0, depth // 2)
@@ -115,6 +126,15 @@ def measure(case: Case, folder: Path) -> FamilyResult:
         base, at = end, at + 7
     assert base == LENGTH
     return FamilyResult(logits, features, _lossless(tiny))
+
+
+def compile_tiny(tiny: TinyTarget) -> None:
+    """Let the engine run compiled passes, in float32, which the service itself does not compile."""
+    package = tiny.folder / "compiled.pt2"
+    settings = TargetSettings(model=str(tiny.folder), device="cpu", dtype="float32")
+    compile_pass(load_target(settings), package)
+    tiny.engine.offer(CompiledModel(package, tiny.engine.packed.layers))
+    tiny.engine.step([])
 
 
 def _largest(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -144,12 +164,18 @@ def _lossless(tiny: TinyTarget) -> bool:
 
 
 def main() -> None:
+    wanted = sys.argv[1:]
+    compiled = "--compiled" in wanted
+    families = [name for name in wanted if not name.startswith("--")]
     print("| family | config | max logit difference | max feature difference | lossless |")
     print("|---|---|---|---|---|")
-    wanted = sys.argv[1:]
-    for case in (case for case in CASES if not wanted or case.family in wanted):
+    for case in (case for case in CASES if not families or case.family in families):
         with tempfile.TemporaryDirectory() as folder:
-            found = measure(case, Path(folder))
+            try:
+                found = measure(case, Path(folder), compiled=compiled)
+            except ConfigurationError as error:
+                print(f"| {case.family} | {case.config} | {error.message} | | |", flush=True)
+                continue
         lossless = "yes" if found.lossless else "no"
         print(
             f"| {case.family} | {case.config} | {found.logits:.1e} | {found.features:.1e} "

@@ -134,7 +134,7 @@ def test_hooks_exist_only_where_a_session_asked(tmp_path: Path) -> None:
     assert hooks.hooked_layer_ids == {0, 2}
     plain = prefill(fresh.engine, fresh.session(prompt(5)))[-1]
     assert plain.context is None
-    hooks.close()
+    hooks.let_go()
 
 
 def test_sampled_tokens_do_not_depend_on_blocks_or_chunks(llama: TinyTarget) -> None:

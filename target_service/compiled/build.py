@@ -1,0 +1,110 @@
+"""Compile a target's pass and put it into the cache; minutes of work, in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from filelock import Timeout
+
+from flashduet.errors import ConfigurationError
+from flashduet.hardware import compute_threads
+from flashduet.models_cache import locked
+from target_service.compiled.checks import check_logits
+from target_service.compiled.graph import trace
+from target_service.compiled.model import CompiledModel
+from target_service.compiled.package import compiler, package_path
+from target_service.load import LoadedTarget, load_target
+from target_service.settings import TargetSettings
+from target_service.survey import vary
+
+log = logging.getLogger(__name__)
+
+_PROBE_TOKENS = 24
+
+
+def build(settings: TargetSettings) -> Path:
+    """The compiled pass of the target that the settings name, made if it is not there.
+
+    Raises:
+        ConfigurationError: it cannot be compiled; says why.
+        CheckpointError: the target cannot be loaded.
+    """
+    threads = compute_threads(settings.threads)
+    torch.set_num_threads(threads)
+    target = load_target(settings)
+    refuse(settings, target)
+    path = package_path(target, threads)
+    try:
+        with locked(path.stem):
+            if not path.is_file():
+                log.info("compiling %s, which takes minutes", target.facts.name)
+                started = time.perf_counter()
+                compile_pass(target, path)
+                log.info("compiled in %.0f s: %s", time.perf_counter() - started, path)
+    except Timeout as error:
+        raise ConfigurationError(f"another process is compiling {path.name}") from error
+    return path
+
+
+def refuse(settings: TargetSettings, target: LoadedTarget) -> None:
+    """Raises ConfigurationError where a compiled pass is not to be had; says why."""
+    if reason := obstacle(settings, target):
+        raise ConfigurationError(f"{target.facts.name} is not compiled: {reason}")
+
+
+def obstacle(settings: TargetSettings, target: LoadedTarget) -> str | None:
+    """Why no compiled pass is to be had, or None."""
+    if target.device.type != "cpu":
+        return "compiled passes are for CPUs"
+    if target.dtype not in (torch.bfloat16, torch.float16):
+        return (
+            f"in {str(target.dtype).removeprefix('torch.')} passes stay as they are; "
+            "bfloat16 and float16 are compiled"
+        )
+    if settings.numerics != "fast":
+        return f"numerics={settings.numerics} wants passes of one make"
+    return None
+
+
+def compile_pass(target: LoadedTarget, path: Path) -> None:
+    """Trace and compile the target's pass and put it into a file, which is there whole or not.
+
+    Raises:
+        ConfigurationError: it cannot be compiled, or computes something else; says why.
+    """
+    if compiler() is None:
+        raise ConfigurationError(
+            "no C++ compiler found; install g++ (Debian: apt-get install g++) or set CXX"
+        )
+    name, ids = target.facts.name, vary(_PROBE_TOKENS, target.config.vocab_size)
+    with torch.inference_mode():
+        plain = target.model(input_ids=ids, use_cache=False).logits[0]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # What a compilation that was killed left; there is one at a time.
+    for left in path.parent.glob(f".{path.stem}-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{path.stem}-", dir=path.parent))
+    try:
+        program, layers = trace(target)
+        with torch.no_grad():
+            made = torch._inductor.aoti_compile_and_package(
+                program,
+                package_path=str(staging / path.name),
+                # Constants are folded and packed for the processor's matrix kernels.
+                inductor_configs={"freezing": True},
+            )
+        check_logits(CompiledModel(Path(made), layers).probe(ids, target.dtype), plain)
+        os.replace(made, path)
+    except ConfigurationError:
+        raise
+    except Exception as error:  # whatever a tracer or a compiler finds no answer to
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
+        raise ConfigurationError(f"{name} cannot be compiled: {reason}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
