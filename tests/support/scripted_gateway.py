@@ -18,7 +18,8 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
 
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
-        self.cancelled = threading.Event()
+        # An answer to "slow" has said its first words; one was cancelled after them.
+        self.waiting, self.cancelled = threading.Event(), threading.Event()
 
     async def Generate(self, request, context):
         self.requests.append(request)
@@ -32,13 +33,14 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
                 request_id="r1", model="tiny", prompt_tokens=3, trace_id="ab" * 16, seed=2**63 + 1
             )
         )
-        yield pb.GenerateResponse(chunk=pb.GenerateChunk(text="hé", token_ids=[4, 5]))
-        if prompt == "slow":
-            try:
-                await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                self.cancelled.set()
-                raise
+        try:
+            yield pb.GenerateResponse(chunk=pb.GenerateChunk(text="hé", token_ids=[4, 5]))
+            if prompt == "slow":
+                self.waiting.set()
+                await asyncio.sleep(3600)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled.set()
+            raise
         yield pb.GenerateResponse(chunk=pb.GenerateChunk(text="", token_ids=[6]))
         yield pb.GenerateResponse(chunk=pb.GenerateChunk(text="llo", token_ids=[7]))
         if prompt == "cut":

@@ -97,19 +97,22 @@ def test_nobody_there_is_unavailable():
 async def test_a_passed_timeout_is_deadline_exceeded(gateway):
     endpoint, servicer = gateway
     with Client(endpoint) as client, pytest.raises(errors.DeadlineExceeded):
-        client.generate("slow", timeout=0.3).result()
+        client.generate("slow", timeout=1.5).result()
     assert servicer.cancelled.wait(WAIT_S)
     async with AsyncClient(endpoint) as client:
         with pytest.raises(errors.DeadlineExceeded):
-            await client.generate("slow", timeout=0.3).result()
+            await client.generate("slow", timeout=1.5).result()
 
 
 def test_sync_cancel_from_another_thread_ends_the_stream(gateway):
     endpoint, servicer = gateway
     with Client(endpoint) as client:
         stream = client.generate("slow")
-        threading.Timer(0.2, stream.cancel).start()
-        assert [chunk.token_ids for chunk in stream] == [[4, 5]]
+        seen = []
+        for chunk in stream:
+            seen.append(chunk.token_ids)
+            threading.Timer(0.1, stream.cancel).start()
+        assert seen == [[4, 5]]
         with pytest.raises(errors.Cancelled):
             stream.result()
     assert servicer.cancelled.wait(WAIT_S)
@@ -130,7 +133,7 @@ async def test_a_cancelled_task_cancels_the_request_and_stays_cancelled(gateway)
     endpoint, servicer = gateway
     async with AsyncClient(endpoint) as client:
         task = asyncio.create_task(client.generate("slow").result())
-        await asyncio.sleep(0.3)
+        await asyncio.to_thread(servicer.waiting.wait, WAIT_S)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
