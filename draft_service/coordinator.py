@@ -231,7 +231,7 @@ class Coordinator:
     # ------------------------------------------------------------------ target's messages
 
     def ingest(self, chunk: ChunkArrived) -> int:
-        """Take a chunk: copy its bytes out and queue its rows.
+        """Take a chunk and queue its rows.
 
         Returns:
             Rows of context now held, those on their way through the engine included.
@@ -289,7 +289,7 @@ class Coordinator:
         context, epoch = session.context, session.epoch
 
         def done(error: BaseException | None) -> None:
-            if error is not None:
+            if error is not None or not chunk.intact():
                 if self.sessions.is_open(session):
                     log.error("rows of session %s were lost; it is closed", chunk.session_id.hex())
                     self._close(session)

@@ -1,17 +1,19 @@
 """One Ingest stream: the handshake with a target, then its chunks.
 
-The stream owns the transport's receiving end; `run` gives it back, however the stream ends.
+The stream owns the transport's receiving end; `run` gives it back, however the stream ends. Chunks
+may be read where they lie in the ring; their records are released by the next answer, or soon after
+without one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-
-from torch import Tensor
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 
 from draft_service import wire
+from draft_service.chunk_bytes import ChunkBytes
 from draft_service.config import DrafterConfig
 from draft_service.coordinator import Coordinator
 from draft_service.messages import ChunkArrived
@@ -19,13 +21,15 @@ from draft_service.pairing import check_target
 from draft_service.refusals import ChunkRefused
 from flashduet import PROTOCOL_VERSION, telemetry
 from flashduet.errors import DeadlineExceeded, Incompatible, InvalidRequest
-from flashduet.transport.base import FeatureReceiver
+from flashduet.transport.base import LENT_RECORDS, FeatureReceiver
 from flashduet.transport.negotiation import Receivers, transport_name
 from flashduet.v1 import draft_pb2
 
 CAPABILITIES = ("rewind",)
 # A target says Hello and attaches at once; whoever does not is not one of ours.
 HANDSHAKE_S = 15.0
+# How often it is looked whether lent records have come back, while no chunk comes.
+RETURNS_S = 0.02
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +72,15 @@ class IngestStream:
         try:
             attached = draft_pb2.IngestAttached(transport=receiver.transport)
             yield draft_pb2.IngestResponse(attached=attached)
-            async for request in requests:
-                if request.WhichOneof("message") != "chunk":
-                    raise InvalidRequest(
-                        "message", request.WhichOneof("message"), "only chunks follow Attach"
-                    )
-                yield self._take(request, target, receiver)
+            may_lend = LENT_RECORDS in hello.hello.capabilities
+            async with aclosing(_chunks(requests, receiver)) as chunks:
+                async for request in chunks:
+                    response = draft_pb2.IngestResponse()
+                    if request is not None:
+                        response = self._take(request, target, receiver, may_lend)
+                    response.released.extend(receiver.returned())
+                    if request is not None or response.released:
+                        yield response
         finally:
             receiver.close()
             self._coordinator.detach(target)
@@ -114,19 +121,25 @@ class IngestStream:
         )
 
     def _take(
-        self, request: draft_pb2.IngestRequest, target: bytes, receiver: FeatureReceiver
+        self,
+        request: draft_pb2.IngestRequest,
+        target: bytes,
+        receiver: FeatureReceiver,
+        may_lend: bool,
     ) -> draft_pb2.IngestResponse:
         chunk = request.chunk
+        content = ChunkBytes(chunk, self._config.feature_width, receiver, may_lend)
         arrived = ChunkArrived(
             chunk.session_id,
             chunk.epoch,
             chunk.base,
             chunk.token_ids,
             target,
-            self._reader(chunk, receiver),
+            content.take,
             transport_name(receiver.transport),
             wire.now_ns(),
             telemetry.context_of(request.traceparent),
+            content.intact,
         )
         try:
             end = self._coordinator.ingest(arrived)
@@ -147,17 +160,41 @@ class IngestStream:
             session_id=chunk.session_id,
             epoch=chunk.epoch,
             context_end=end,
+            lent=content.lent,
         )
         return draft_pb2.IngestResponse(ack=ack)
 
-    def _reader(
-        self, chunk: draft_pb2.IngestChunk, receiver: FeatureReceiver
-    ) -> Callable[[], Tensor]:
-        return lambda: receiver.take(
-            chunk.session_id,
-            chunk.epoch,
-            chunk.base,
-            len(chunk.token_ids),
-            self._config.feature_width,
-            chunk.features,
-        )
+
+async def _chunks(
+    requests: AsyncIterator[draft_pb2.IngestRequest], receiver: FeatureReceiver
+) -> AsyncGenerator[draft_pb2.IngestRequest | None, None]:
+    """The chunks that follow the handshake; None now and then while records are lent.
+
+    Raises:
+        InvalidRequest: another message.
+    """
+    while True:
+        if receiver.lent:
+            reading = asyncio.ensure_future(_read(requests))
+            try:
+                # A wait, unlike a timeout, leaves the read under way.
+                while not (await asyncio.wait({reading}, timeout=RETURNS_S))[0]:
+                    yield None
+                request = reading.result()
+            finally:
+                reading.cancel()
+        else:
+            request = await _read(requests)
+        if request is None:
+            return
+        if request.WhichOneof("message") != "chunk":
+            raise InvalidRequest(
+                "message", request.WhichOneof("message"), "only chunks follow Attach"
+            )
+        yield request
+
+
+async def _read(
+    requests: AsyncIterator[draft_pb2.IngestRequest],
+) -> draft_pb2.IngestRequest | None:
+    return await anext(requests, None)

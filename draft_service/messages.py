@@ -51,9 +51,10 @@ class BlockDrafted:
 
 @dataclass(frozen=True, slots=True)
 class ChunkArrived:
-    """A chunk before its bytes are looked at; see IngestChunk. `take` copies them out.
+    """A chunk before its bytes are looked at; see IngestChunk.
 
-    `token_ids` has one for each row; `transport` is the transport's name for spans.
+    `take` gives them, to be read only; what came of reading them counts only if `intact` says so
+    afterwards. `token_ids` has one for each row; `transport` is the transport's name for spans.
     """
 
     session_id: bytes
@@ -65,6 +66,7 @@ class ChunkArrived:
     transport: str
     arrived_ns: int
     trace: Context | None = None
+    intact: Callable[[], bool] = lambda: True
 
     @property
     def rows(self) -> int:

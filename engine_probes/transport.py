@@ -2,7 +2,8 @@
 
 The producer stands for the target and starts the consumer, which stands for the draft. The ring is
 made and handed over by the code that the services use. Descriptors and acks go over a socket, one
-message each, as they go over the Ingest stream in the services.
+message each, as they go over the Ingest stream in the services; an ack also names the records whose
+tensors the consumer has let go.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ _RING_BYTES = 64 << 20
 _WINDOW = 8
 _TIMEOUT_S = 60.0
 _LARGEST_MESSAGE = 4096
+# Before a chunk's descriptor: its sequence, first row, rows, and whether it may be lent.
+_CHUNK = struct.Struct("<QII?")
+# An answer: the chunk's sequence, whether it is lent, and then those that are not any more.
+_ACK = struct.Struct("<Q?")
+_RELEASED = struct.Struct("<Q")
 
 
 class Producer:
@@ -71,8 +77,13 @@ class Producer:
             times.append(time.perf_counter() - started)
         return times[2:]
 
-    def send(self, repeats: int) -> list[float]:
-        """Seconds from this process's tensor to tensors that the other owns, acknowledged."""
+    def send(self, repeats: int, lend: bool = True) -> list[float]:
+        """Seconds from this process's tensor to tensors that the other owns, acknowledged.
+
+        Args:
+            lend: as the services do it; else the consumer copies every chunk out of the ring.
+        """
+        self._lend = lend
         for _ in range(2):
             self._send_all()
         times = []
@@ -99,7 +110,7 @@ class Producer:
             chunk = self._features[base : base + self._chunk_rows]
             payload = self._sender.put(self._sequence, _SESSION, 0, base, chunk)
             assert payload is not None, "the ring is full"
-            head = struct.pack("<QII", self._sequence, base, len(chunk))
+            head = _CHUNK.pack(self._sequence, base, len(chunk), self._lend)
             _send(self._socket, head + payload.SerializeToString())
             self._sequence += 1
             outstanding += 1
@@ -107,7 +118,13 @@ class Producer:
             self._take_ack()
 
     def _take_ack(self) -> None:
-        self._sender.release(struct.unpack("<Q", _receive(self._socket))[0])
+        """An answered chunk's record is free unless it is lent; others have come back with it."""
+        ack = _receive(self._socket)
+        sequence, lent = _ACK.unpack_from(ack)
+        if not lent:
+            self._sender.release(sequence)
+        for (released,) in _RELEASED.iter_unpack(ack[_ACK.size :]):
+            self._sender.release(released)
 
 
 def consume(folder: str, instance: bytes, descriptor: int) -> None:
@@ -119,12 +136,14 @@ def consume(folder: str, instance: bytes, descriptor: int) -> None:
     taken: dict[int, torch.Tensor] = {}
     with peer:
         while message := _receive(peer):
-            sequence, base, rows = struct.unpack_from("<QII", message)
-            payload = pb.TensorPayload.FromString(message[16:])
-            width = payload.shape[1]
+            sequence, base, rows, lend = _CHUNK.unpack_from(message)
+            payload = pb.TensorPayload.FromString(message[_CHUNK.size :])
+            described = (_SESSION, 0, base, rows, payload.shape[1], payload)
+            loan = receiver.lend(sequence, *described) if lend else None
             # The tensors of the last pass are still held, as a draft's are until they are used.
-            taken[base] = receiver.take(_SESSION, 0, base, rows, width, payload)
-            _send(peer, struct.pack("<Q", sequence))
+            taken[base] = loan.features if loan else receiver.take(*described)
+            released = map(_RELEASED.pack, receiver.returned())
+            _send(peer, b"".join([_ACK.pack(sequence, loan is not None), *released]))
 
 
 async def _open_receiver(peer: socket.socket, instance: bytes, options: TransportOptions):  # type: ignore[no-untyped-def]

@@ -14,6 +14,7 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from flashduet import PROTOCOL_VERSION, rpc
 from flashduet.errors import FlashduetError, Incompatible, Unavailable
+from flashduet.transport.base import LENT_RECORDS
 from flashduet.transport.negotiation import open_sender, transport_name
 from flashduet.transport.options import TransportOptions
 from flashduet.v1 import common_pb2, draft_pb2, draft_pb2_grpc
@@ -92,6 +93,7 @@ class DraftLink:
     async def _shake_hands(self, call: _Call) -> IngestStream:
         hello = draft_pb2.IngestHello(
             protocol_version=PROTOCOL_VERSION,
+            capabilities=[LENT_RECORDS],
             target_instance_id=self._identity.instance_id,
             facts=self._identity.facts,
             offers=self._identity.offers,

@@ -1,7 +1,7 @@
 """One attached Ingest stream: its ring, its sessions, and the chunks on their way.
 
 Lives from the handshake to the stream's end; a reconnect makes a new one with a new ring. The
-sender owns a chunk's record until the draft has answered it.
+sender owns a chunk's record until the draft has answered it, or has released it if it was lent.
 """
 
 from __future__ import annotations
@@ -88,12 +88,15 @@ class IngestStream:
 
     def receive(self, response: draft_pb2.IngestResponse) -> None:
         """An answer of the draft: the record is free, and a refusal ends its session's drafting."""
+        for sequence in response.released:
+            self.sender.release(sequence)
         kind = response.WhichOneof("message")
         if kind == "ack":
-            self.sender.release(response.ack.sequence)
+            if not response.ack.lent:
+                self.sender.release(response.ack.sequence)
         elif kind == "nack":
             self._refused(response.nack)
-        else:
+        elif kind is not None or not response.released:
             log.warning("an unexpected %s from draft %s", kind, self.draft_instance_id.hex())
 
     def close(self) -> None:

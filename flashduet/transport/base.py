@@ -1,19 +1,24 @@
 """The two ends of a tensor transport, one pair per Ingest stream.
 
-Ownership: the sender owns every record until the draft has answered it (ack or nack), the receiver
-owns only the copies it returns. Each side frees what it holds in `close()`, which its stream's end
-calls; the other side's death never blocks it.
+Ownership: the sender owns every record until the draft has answered it (ack or nack) and, if that
+said that it is lent, until the draft has named it as released. The receiver owns the copies that it
+returns. Each side frees what it holds in `close()`, which its stream's end calls; the other side's
+death never blocks it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from flashduet.v1 import common_pb2 as pb
 
 SESSION_ID_BYTES = 16
+# Capability of a target that waits for the release of records that the draft says are lent.
+LENT_RECORDS = "lent-records"
 
 
 class FeatureSender(ABC):
@@ -67,6 +72,21 @@ class FeatureSender(ABC):
         """Give back everything held. Later calls of `put` return None. Callable twice."""
 
 
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """A chunk in the ring.
+
+    Attributes:
+        features: [rows, width], to be read only: the mapping is write-protected, and a write to it
+            ends the process.
+        intact: whether the record still is the one described. To be asked once the features have
+            been read, and before what came of them counts.
+    """
+
+    features: torch.Tensor
+    intact: Callable[[], bool]
+
+
 class FeatureReceiver(ABC):
     """Draft side. `ring_bytes` is what is mapped, 0 where the bytes come in messages."""
 
@@ -101,6 +121,35 @@ class FeatureReceiver(ABC):
         Raises:
             TransportError: `reason` is a NackReason without its prefix.
         """
+
+    def lend(
+        self,
+        sequence: int,
+        session_id: bytes,
+        epoch: int,
+        base: int,
+        rows: int,
+        width: int,
+        payload: pb.TensorPayload,
+    ) -> Loan | None:
+        """The chunk where it lies, or None: it is to be taken.
+
+        Everything is checked as `take` does it before. The sender is not to be told that the record
+        is free before `returned` names `sequence`, the number of the chunk in its stream.
+
+        Raises:
+            TransportError: as `take`.
+        """
+        return None
+
+    @property
+    def lent(self) -> int:
+        """Chunks lent and not yet named by `returned`."""
+        return 0
+
+    def returned(self) -> list[int]:
+        """Sequences of lent chunks whose tensors have gone since the last call."""
+        return []
 
     @property
     @abstractmethod

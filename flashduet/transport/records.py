@@ -13,12 +13,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from flashduet.errors import TransportError
 from flashduet.transport.buffers import Buffers
 from flashduet.transport.ring import ALIGNMENT, HEADER_BYTES
-from flashduet.transport.tensors import DATA_TYPES, TensorLayout, copy_rows
+from flashduet.transport.tensors import (
+    DATA_TYPES,
+    TensorLayout,
+    copy_bytes,
+    copy_rows,
+    rows_of_bytes,
+)
 
 WORDS = HEADER_BYTES // 8
 # Of memory for chunks that were read, kept for the next ones: a few of the usual size.
@@ -72,8 +80,9 @@ class RecordMemory:
         self.capacity = buffer.numel() // ALIGNMENT * ALIGNMENT
         self._bytes = buffer[: self.capacity]
         self._words = self._bytes.view(torch.int64)
-        # Reading and writing single words through NumPy takes a fifth of the time, and a word is
-        # still one access to memory.
+        # Through NumPy where it can address the memory: single words take a fifth of the time (and
+        # are still one access to memory), and views are cheap.
+        self._host_bytes = None if buffer.is_cuda else self._bytes.numpy()
         self._host_words = None if buffer.is_cuda else self._words.numpy()
 
     def write(
@@ -92,7 +101,11 @@ class RecordMemory:
         first = offset // 8
         words[first] = 0
         described = header.words()[1:]
-        copy_rows(self._payload(offset, header.layout), features)
+        source = rows_of_bytes(features)
+        if self._host_bytes is None or source is None:
+            copy_rows(self._payload(offset, header.layout), features)
+        else:
+            copy_bytes(self._host_payload(offset, header.layout).reshape(source.shape), source)
         if self._host_words is None:
             self._words[first + 1 : first + WORDS].copy_(torch.tensor(described))
         else:
@@ -111,15 +124,7 @@ class RecordMemory:
         Raises:
             TransportError: OUT_OF_RANGE, STALE_GENERATION, WRONG_SIZE, WRONG_SHAPE.
         """
-        end = offset + HEADER_BYTES + header.layout.nbytes
-        if offset < 0 or offset % ALIGNMENT or end > self.capacity:
-            raise TransportError(
-                "OUT_OF_RANGE", f"a record at {offset}..{end} in a ring of {self.capacity} bytes"
-            )
-        if header.generation == 0:
-            raise TransportError("STALE_GENERATION", "generation 0 is a record being written")
-        expected = header.words()
-        self._require(offset, expected)
+        expected = self._find(offset, header)
         layout = header.layout
         if device.type == "cpu":
             features = self._buffers.tensor(layout)
@@ -132,10 +137,44 @@ class RecordMemory:
         self._require(offset, expected)
         return features
 
+    def lend(self, offset: int, header: RecordHeader) -> npt.NDArray[np.uint8] | None:
+        """The payload's bytes [nbytes] where they lie; None in memory that NumPy cannot address.
+
+        The array keeps the memory mapped. Raises TransportError as `read`.
+        """
+        self._find(offset, header)
+        return None if self._host_bytes is None else self._host_payload(offset, header.layout)
+
+    def holds(self, offset: int, header: RecordHeader) -> bool:
+        """Whether the record at `offset`, which was found there before, still is this one."""
+        try:
+            self._require(offset, header.words())
+        except TransportError:
+            return False
+        return True
+
+    def _find(self, offset: int, header: RecordHeader) -> list[int]:
+        """The words of the header, which the record at `offset` has. Raises TransportError."""
+        end = offset + HEADER_BYTES + header.layout.nbytes
+        if offset < 0 or offset % ALIGNMENT or end > self.capacity:
+            raise TransportError(
+                "OUT_OF_RANGE", f"a record at {offset}..{end} in a ring of {self.capacity} bytes"
+            )
+        if header.generation == 0:
+            raise TransportError("STALE_GENERATION", "generation 0 is a record being written")
+        expected = header.words()
+        self._require(offset, expected)
+        return expected
+
     def _payload(self, offset: int, layout: TensorLayout) -> torch.Tensor:
         start = offset + HEADER_BYTES
         payload = self._bytes[start : start + layout.nbytes]
         return payload.view(layout.dtype).view(layout.rows, layout.width)
+
+    def _host_payload(self, offset: int, layout: TensorLayout) -> npt.NDArray[np.uint8]:
+        assert self._host_bytes is not None
+        start = offset + HEADER_BYTES
+        return self._host_bytes[start : start + layout.nbytes]
 
     def _require(self, offset: int, expected: list[int]) -> None:
         first = offset // 8

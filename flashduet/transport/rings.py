@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from flashduet.errors import ConfigurationError, TransportError
-from flashduet.transport.base import SESSION_ID_BYTES, FeatureReceiver, FeatureSender
+from flashduet.transport.base import SESSION_ID_BYTES, FeatureReceiver, FeatureSender, Loan
 from flashduet.transport.held import Held
+from flashduet.transport.loans import LENT_SHARE, Loans
 from flashduet.transport.records import RecordHeader, RecordMemory
 from flashduet.transport.ring import ALIGNMENT, HEADER_BYTES, Ring, Slot
 from flashduet.transport.tensors import (
@@ -113,6 +115,7 @@ class RingReceiver(FeatureReceiver):
         self.ring_bytes = memory.capacity
         self._memory = Held(memory, give_back)
         self._device = device
+        self._loans = Loans(memory.capacity // LENT_SHARE)
 
     def take(
         self,
@@ -123,15 +126,42 @@ class RingReceiver(FeatureReceiver):
         width: int,
         payload: pb.TensorPayload,
     ) -> torch.Tensor:
-        layout = layout_of_payload(payload, "ring", rows, width)
-        require_nbytes(payload.ring.nbytes, layout)
-        if len(session_id) != SESSION_ID_BYTES:
-            raise TransportError("UNKNOWN_SESSION", "a session id of the wrong length")
-        header = RecordHeader(payload.ring.generation, session_id, epoch, base, layout)
+        header = _described(session_id, epoch, base, rows, width, payload)
         with self._memory.use() as memory:
             if memory is None:
                 raise TransportError("WRONG_TRANSPORT", "the stream's ring is closed")
             return memory.read(payload.ring.offset, header, self._device)
+
+    def lend(
+        self,
+        sequence: int,
+        session_id: bytes,
+        epoch: int,
+        base: int,
+        rows: int,
+        width: int,
+        payload: pb.TensorPayload,
+    ) -> Loan | None:
+        header = _described(session_id, epoch, base, rows, width, payload)
+        layout, offset = header.layout, payload.ring.offset
+        if self._device.type != "cpu" or not self._loans.may_begin(sequence, layout.nbytes):
+            return None
+        with self._memory.use() as memory:
+            if memory is None:
+                raise TransportError("WRONG_TRANSPORT", "the stream's ring is closed")
+            lent = memory.lend(offset, header)
+            if lent is None:
+                return None
+            # The memory is kept by the tensor and by `holds`, also after this receiver is closed.
+            features = self._loans.begin(sequence, lent, layout)
+            return Loan(features, partial(memory.holds, offset, header))
+
+    @property
+    def lent(self) -> int:
+        return self._loans.outstanding
+
+    def returned(self) -> list[int]:
+        return self._loans.collect()
 
     @property
     def closed(self) -> bool:
@@ -139,3 +169,14 @@ class RingReceiver(FeatureReceiver):
 
     def close(self) -> None:
         self._memory.close()
+
+
+def _described(
+    session_id: bytes, epoch: int, base: int, rows: int, width: int, payload: pb.TensorPayload
+) -> RecordHeader:
+    """The header that the described record must have, once the description fits what is due."""
+    layout = layout_of_payload(payload, "ring", rows, width)
+    require_nbytes(payload.ring.nbytes, layout)
+    if len(session_id) != SESSION_ID_BYTES:
+        raise TransportError("UNKNOWN_SESSION", "a session id of the wrong length")
+    return RecordHeader(payload.ring.generation, session_id, epoch, base, layout)

@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from flashduet.errors import TransportError
@@ -90,23 +91,36 @@ def describe(layout: TensorLayout) -> pb.TensorPayload:
 
 
 def copy_rows(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy [rows, width] into a contiguous tensor of the same shape and dtype, on any devices.
-
-    Between CPU tensors it is done by this thread alone, at memory speed. torch would split it over
-    its OpenMP pool and wait for threads that the neighbours on the machine have displaced: with
-    both cores busy that took 7.3 ms for 11.8 MB instead of 0.3 ms. It goes piece by piece, because
-    the C library copies what is larger than a cache in another way, past it, and the other side
-    reads the bytes next: two processes that hand over 11.8 MB so take 0.7 ms instead of 1.1.
-    """
-    source = source.detach()
-    if destination.is_cpu and source.is_cpu and source.stride(1) == 1:
-        # As bytes, because numpy knows no bfloat16.
-        into, out_of = destination.view(torch.uint8).numpy(), source.view(torch.uint8).numpy()
-        rows = max(1, _PIECE_BYTES // into.shape[1])
-        for first in range(0, len(into), rows):
-            np.copyto(into[first : first + rows], out_of[first : first + rows])
+    """Copy [rows, width] into a contiguous tensor of the same shape and dtype, on any devices."""
+    into, out_of = rows_of_bytes(destination), rows_of_bytes(source)
+    if into is None or out_of is None:
+        destination.copy_(source.detach())
     else:
-        destination.copy_(source)
+        copy_bytes(into, out_of)
+
+
+def rows_of_bytes(features: torch.Tensor) -> npt.NDArray[np.uint8] | None:
+    """The memory of a [rows, width] tensor, row by row; None where it is not the CPU's, or a row
+    is not in one piece. As bytes, because numpy knows no bfloat16."""
+    if not features.is_cpu or features.stride(1) != 1:
+        return None
+    if features.requires_grad:
+        features = features.detach()
+    return features.view(torch.uint8).numpy()
+
+
+def copy_bytes(into: npt.NDArray[np.uint8], out_of: npt.NDArray[np.uint8]) -> None:
+    """Copy rows of bytes, in this thread alone and at memory speed.
+
+    torch would split it over its OpenMP pool and wait for threads that the neighbours on the
+    machine have displaced: with both cores busy that took 7.3 ms for 11.8 MB instead of 0.3 ms. It
+    goes piece by piece, because the C library copies what is larger than a cache in another way,
+    past it, and the other side reads the bytes next: two processes that hand over 11.8 MB so take
+    0.7 ms instead of 1.1.
+    """
+    rows = max(1, _PIECE_BYTES // into.shape[1])
+    for first in range(0, len(into), rows):
+        np.copyto(into[first : first + rows], out_of[first : first + rows])
 
 
 def view_of_buffer(buffer: object, *, read_only: bool = False) -> torch.Tensor:

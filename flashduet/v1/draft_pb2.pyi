@@ -245,16 +245,18 @@ class IngestChunk(_message.Message):
     def __init__(self, session_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., base: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., features: _Optional[_Union[_common_pb2.TensorPayload, _Mapping]] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class IngestResponse(_message.Message):
-    __slots__ = ("welcome", "attached", "ack", "nack")
+    __slots__ = ("welcome", "attached", "ack", "nack", "released")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
     NACK_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
     welcome: IngestWelcome
     attached: IngestAttached
     ack: IngestAck
     nack: IngestNack
-    def __init__(self, welcome: _Optional[_Union[IngestWelcome, _Mapping]] = ..., attached: _Optional[_Union[IngestAttached, _Mapping]] = ..., ack: _Optional[_Union[IngestAck, _Mapping]] = ..., nack: _Optional[_Union[IngestNack, _Mapping]] = ...) -> None: ...
+    released: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, welcome: _Optional[_Union[IngestWelcome, _Mapping]] = ..., attached: _Optional[_Union[IngestAttached, _Mapping]] = ..., ack: _Optional[_Union[IngestAck, _Mapping]] = ..., nack: _Optional[_Union[IngestNack, _Mapping]] = ..., released: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class IngestWelcome(_message.Message):
     __slots__ = ("protocol_version", "capabilities", "draft_instance_id", "accepted", "target_layer_ids", "block_length")
@@ -279,16 +281,18 @@ class IngestAttached(_message.Message):
     def __init__(self, transport: _Optional[_Union[_common_pb2.Transport, str]] = ...) -> None: ...
 
 class IngestAck(_message.Message):
-    __slots__ = ("sequence", "session_id", "epoch", "context_end")
+    __slots__ = ("sequence", "session_id", "epoch", "context_end", "lent")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_END_FIELD_NUMBER: _ClassVar[int]
+    LENT_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     session_id: bytes
     epoch: int
     context_end: int
-    def __init__(self, sequence: _Optional[int] = ..., session_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., context_end: _Optional[int] = ...) -> None: ...
+    lent: bool
+    def __init__(self, sequence: _Optional[int] = ..., session_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., context_end: _Optional[int] = ..., lent: _Optional[bool] = ...) -> None: ...
 
 class IngestNack(_message.Message):
     __slots__ = ("sequence", "session_id", "epoch", "reason", "have")

@@ -262,16 +262,23 @@ def test_a_record_has_no_generation_while_its_bytes_change(
     pair.sender.release(1)
     seen = []
 
-    def copy_rows(destination: torch.Tensor, source: torch.Tensor) -> None:
-        seen.append(int(pair.buffer[:8].view(torch.int64)))
-        destination.copy_(source)
+    def watched(name: str) -> None:
+        copy = getattr(records, name)
 
-    monkeypatch.setattr(records, "copy_rows", copy_rows)
+        def copy_and_look(destination: object, source: object) -> None:
+            seen.append(int(pair.buffer[:8].view(torch.int64)))
+            copy(destination, source)
+
+        monkeypatch.setattr(records, name, copy_and_look)
+
+    watched("copy_bytes")
+    watched("copy_rows")
     writer = RecordMemory(pair.buffer)
     header = RecordHeader(7, SESSION, 0, 0, TensorLayout(9, WIDTH, torch.float32))
-    for _ in range(2):  # over a released record, and over one that was never given back
-        writer.write(0, header, features_of(rows=9), ())
-    assert seen == [0, 0]
+    # Over a released record, over one that was never given back, and from columns.
+    for features in (features_of(rows=9), features_of(rows=9), features_of(WIDTH, 9).t()):
+        writer.write(0, header, features, ())
+    assert seen == [0, 0, 0]
     assert int(pair.buffer[:8].view(torch.int64)) == 7
 
 
