@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 
+import flashduet.grpc_polling  # before grpc is
 import flashduet.idle_threads  # noqa: F401  before torch is
 
 # isort: split

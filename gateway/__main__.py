@@ -7,6 +7,9 @@ import logging
 import sys
 from pathlib import Path
 
+import flashduet.grpc_polling  # noqa: F401  before grpc is
+
+# isort: split
 from flashduet import process
 from flashduet.models import tokenizer_hash
 from flashduet.rpc import Server

@@ -8,6 +8,7 @@ import logging
 import sys
 from typing import Any
 
+import flashduet.grpc_polling  # before grpc is
 import flashduet.idle_threads  # noqa: F401  before torch is
 
 # isort: split
