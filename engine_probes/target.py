@@ -11,6 +11,7 @@ from engine_probes.linears import BareLinears
 from engine_probes.serve import serve, timed
 from flashduet.hardware import compute_threads
 from flashduet.sampling.params import Sampling
+from target_service.compiled.adoption import adopt_or_plan
 from target_service.engine import Engine
 from target_service.load import load_target
 from target_service.packed import Span
@@ -41,6 +42,7 @@ class TargetProbe:
             target, num_blocks=_MOST_TOKENS // _BLOCK_TOKENS, block_tokens=_BLOCK_TOKENS
         )
         self._engine.warm_up()
+        adopt_or_plan(settings, target, self._engine)
         self._layer_ids = tuple(layer_ids)
         return torch.get_num_threads()
 

@@ -209,9 +209,20 @@ def _kernels() -> Iterator[Check]:
     else:
         yield Check("kernels", "flash-attn", "OK", "not installed, and of no use without a GPU")
     yield _packed_linears()
+    yield _compiler()
     wanted = {"avx512_bf16", "amx_bf16"} & _cpu_flags()
     detail = ", ".join(sorted(wanted)) or "not on this processor; bfloat16 is emulated"
     yield Check("kernels", "bfloat16 instructions", "OK" if wanted else "WARN", detail)
+
+
+def _compiler() -> Check:
+    from target_service.compiled.package import compiler
+
+    if found := compiler():
+        detail = f"{found}; targets in 16 bits are compiled once, in the background"
+        return Check("kernels", "compiled passes", "OK", detail)
+    fix = "install g++ (Debian: apt-get install g++), or set CXX"
+    return Check("kernels", "compiled passes", "WARN", "no C++ compiler; a third slower", fix)
 
 
 def _packed_linears() -> Check:

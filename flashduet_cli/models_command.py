@@ -10,14 +10,18 @@ from rich.table import Table
 from flashduet.client import AsyncClient, ModelCard
 from flashduet.errors import FlashduetError
 from flashduet.models_cache import cache_root
+from flashduet.settings import DtypeChoice
 from flashduet_cli import options
+from flashduet_cli.compiling import compile_target
 from flashduet_cli.console import fail, note, out, print_json, run, wide
 from flashduet_cli.inspection import inspect
 from flashduet_cli.pull import pull as pull_model
 from flashduet_cli.reach import serving
+from flashduet_cli.stack_config import StackConfig
 
 models_app = typer.Typer(
-    no_args_is_help=True, help="List served and cached models, pull one, or inspect a drafter."
+    no_args_is_help=True,
+    help="List served and cached models, pull or compile one, or inspect a drafter.",
 )
 models_app.command(short_help="Tell what a drafter is and fits.")(inspect)
 
@@ -89,6 +93,28 @@ def pull(
         print_json({"reference": reference, "folder": str(folder)})
     else:
         out.print(str(folder), soft_wrap=True)
+
+
+@models_app.command("compile", short_help="Compile a target ahead of its first start.")
+def compile_model(
+    reference: Annotated[
+        str, typer.Argument(help="default, a folder, a .gguf file, or a Hub id")
+    ] = "default",
+    dtype: Annotated[DtypeChoice, typer.Option(help="As it will be served.")] = "bfloat16",
+    threads: options.Threads = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Compile a target's forward pass into the user's cache, for this machine and these choices.
+
+    A target service does it by itself, in the background of its first start. Takes minutes and a
+    C++ compiler; the file is found again by later starts with the same model, type and threads.
+    """
+    config = StackConfig(model=reference, dtype=dtype, device="cpu", threads=threads, draft=False)
+    file = run(compile_target(config))
+    if as_json:
+        print_json({"reference": reference, "dtype": dtype, "file": str(file)})
+    else:
+        out.print(str(file), soft_wrap=True)
 
 
 async def _served(endpoint: str) -> list[ModelCard]:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from flashduet.errors import ConfigurationError
 from flashduet.hardware import usable_cores
 from flashduet.settings import DtypeChoice
 from flashduet_cli import options
@@ -21,6 +22,7 @@ from flashduet_cli.bench.report import BenchReport
 from flashduet_cli.bench.run import measure
 from flashduet_cli.bench.table import ROWS, Row
 from flashduet_cli.bench.workbench import BenchSettings, Workbench
+from flashduet_cli.compiling import compile_target
 from flashduet_cli.console import err, fail, note, print_json, run, wide
 from flashduet_cli.pull import pull_in_thread
 from flashduet_cli.stack_config import StackConfig
@@ -123,6 +125,11 @@ async def _measure(
         note(f"the machine is busy (load {os.getloadavg()[0]:.1f}): figures will say little")
     folder = await pull_in_thread(config.model_reference)
     prompts = await asyncio.to_thread(load_prompts, prompts_file, folder)
+    try:
+        # Before anything is measured: a start would compile in the background.
+        await compile_target(config)
+    except ConfigurationError as error:
+        note(f"steps run uncompiled: {error.message}")
 
     def told(figure: Figure) -> None:
         report.figures.append(figure)
