@@ -18,6 +18,12 @@ ENV PYTHONUNBUFFERED=1 \
     FLASHDUET_GATEWAY_LISTEN=0.0.0.0:50050 \
     FLASHDUET_GATEWAY_HTTP_LISTEN=0.0.0.0:8000
 
+# For compiled passes of targets in 16 bits; empty leaves it out.
+ARG COMPILER=g++
+RUN [ -z "$COMPILER" ] || { apt-get update \
+        && apt-get install --yes --no-install-recommends $COMPILER \
+        && rm -rf /var/lib/apt/lists/*; }
+
 WORKDIR /app
 
 # What changes seldom first: the dependencies come from these two files alone and stay in a layer of
