@@ -10,6 +10,7 @@ the peer that does not keep to the protocol.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -29,6 +30,9 @@ from flashduet.transport.tensors import (
 )
 
 WORDS = HEADER_BYTES // 8
+_WORD_BYTES = 8
+# Generation, bytes, session, epoch, base, rows, element type and width.
+_HEADER = struct.Struct("<QQ16sQQQQ")
 # Of memory for chunks that were read, kept for the next ones: a few of the usual size.
 _IDLE_BYTES = 16 << 20
 # What it means when a word of the header is not the expected one, in the order of the words.
@@ -54,18 +58,18 @@ class RecordHeader:
     base: int
     layout: TensorLayout
 
-    def words(self) -> list[int]:
-        """The eight signed 64-bit words as they lie in the ring."""
-        return [
+    def packed(self) -> bytes:
+        """The eight words as they lie in the ring."""
+        layout = self.layout
+        return _HEADER.pack(
             self.generation,
-            self.layout.nbytes,
-            int.from_bytes(self.session_id[:8], "little", signed=True),
-            int.from_bytes(self.session_id[8:], "little", signed=True),
+            layout.nbytes,
+            self.session_id,
             self.epoch,
             self.base,
-            self.layout.rows,
-            DATA_TYPES[self.layout.dtype] << 40 | self.layout.width,
-        ]
+            layout.rows,
+            DATA_TYPES[layout.dtype] << 40 | layout.width,
+        )
 
 
 class RecordMemory:
@@ -80,10 +84,11 @@ class RecordMemory:
         self.capacity = buffer.numel() // ALIGNMENT * ALIGNMENT
         self._bytes = buffer[: self.capacity]
         self._words = self._bytes.view(torch.int64)
-        # Through NumPy where it can address the memory: single words take a fifth of the time (and
-        # are still one access to memory), and views are cheap.
+        # Past torch where the host can address the memory: single words take a fifth of the time
+        # (and are still one access to memory), and views are cheap.
         self._host_bytes = None if buffer.is_cuda else self._bytes.numpy()
         self._host_words = None if buffer.is_cuda else self._words.numpy()
+        self._host_view = None if self._host_bytes is None else self._host_bytes.data
 
     def write(
         self, offset: int, header: RecordHeader, features: torch.Tensor, replaced: Iterable[int]
@@ -97,19 +102,19 @@ class RecordMemory:
         """
         words = self._words if self._host_words is None else self._host_words
         for old in replaced:
-            words[old // 8] = 0
-        first = offset // 8
+            words[old // _WORD_BYTES] = 0
+        first = offset // _WORD_BYTES
         words[first] = 0
-        described = header.words()[1:]
+        described = header.packed()[_WORD_BYTES:]
         source = rows_of_bytes(features)
         if self._host_bytes is None or source is None:
             copy_rows(self._payload(offset, header.layout), features)
         else:
             copy_bytes(self._host_payload(offset, header.layout).reshape(source.shape), source)
-        if self._host_words is None:
-            self._words[first + 1 : first + WORDS].copy_(torch.tensor(described))
+        if self._host_view is None:
+            self._words[first + 1 : first + WORDS].copy_(_as_words(described))
         else:
-            self._host_words[first + 1 : first + WORDS] = described
+            self._host_view[offset + _WORD_BYTES : offset + HEADER_BYTES] = described
         words[first] = header.generation
         if self._bytes.is_cuda:
             # The descriptor must not overtake the bytes: the peer reads on another stream.
@@ -148,13 +153,13 @@ class RecordMemory:
     def holds(self, offset: int, header: RecordHeader) -> bool:
         """Whether the record at `offset`, which was found there before, still is this one."""
         try:
-            self._require(offset, header.words())
+            self._require(offset, header.packed())
         except TransportError:
             return False
         return True
 
-    def _find(self, offset: int, header: RecordHeader) -> list[int]:
-        """The words of the header, which the record at `offset` has. Raises TransportError."""
+    def _find(self, offset: int, header: RecordHeader) -> bytes:
+        """The packed header, which the record at `offset` has. Raises TransportError."""
         end = offset + HEADER_BYTES + header.layout.nbytes
         if offset < 0 or offset % ALIGNMENT or end > self.capacity:
             raise TransportError(
@@ -162,7 +167,7 @@ class RecordMemory:
             )
         if header.generation == 0:
             raise TransportError("STALE_GENERATION", "generation 0 is a record being written")
-        expected = header.words()
+        expected = header.packed()
         self._require(offset, expected)
         return expected
 
@@ -176,10 +181,18 @@ class RecordMemory:
         start = offset + HEADER_BYTES
         return self._host_bytes[start : start + layout.nbytes]
 
-    def _require(self, offset: int, expected: list[int]) -> None:
-        first = offset // 8
-        words = self._words if self._host_words is None else self._host_words
-        found = words[first : first + WORDS].tolist()
-        for name, word, due in zip(_REASONS, found, expected, strict=True):
-            if word != due:
+    def _require(self, offset: int, expected: bytes) -> None:
+        if self._host_view is None:
+            first = offset // _WORD_BYTES
+            found = self._words[first : first + WORDS].cpu().numpy().tobytes()
+        else:
+            found = bytes(self._host_view[offset : offset + HEADER_BYTES])
+        if found == expected:
+            return
+        for name, at in zip(_REASONS, range(0, HEADER_BYTES, _WORD_BYTES), strict=True):
+            if found[at : at + _WORD_BYTES] != expected[at : at + _WORD_BYTES]:
                 raise TransportError(name, "the record is not, or no longer, the one described")
+
+
+def _as_words(described: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(described, dtype=np.int64).copy())
