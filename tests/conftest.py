@@ -14,8 +14,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests that want compiled passes say so: compiling takes a minute.
 os.environ.setdefault("FLASHDUET_TARGET_COMPILE", "off")
 
+from hypothesis import HealthCheck, settings
+
 from tests.support.pair import PATIENCE, Pair
 from tests.support.tiny import tiny_drafter, tiny_target
+
+# How long an example takes says something about the machine, and each run tries the same ones: what
+# is to find new ones is the fuzzer.
+settings.register_profile(
+    "steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ REFUSALS = {
     grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 STREAMS = 150
-CALL_S = 20.0
+CALL_S = 120.0
 
 
 async def talk(call: grpc.aio.StreamStreamCall, messages: Iterable) -> grpc.StatusCode:
@@ -81,7 +81,7 @@ def answer(pair: Pair) -> list[int]:
     with Client(pair.gateway) as client:
         run = client.generate(
             [5, 9, 77], max_tokens=30, sampling=Sampling(temperature=4.0, seed=1), ignore_eos=True,
-            speculation="fixed", block_length=4, timeout=60,
+            speculation="fixed", block_length=4, timeout=240,
         ).result()  # fmt: skip
     assert run.speculation.drafted_tokens > 0
     return run.token_ids

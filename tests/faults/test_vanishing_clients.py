@@ -17,8 +17,6 @@ from flashduet.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tests.support.pair import Pair, wait_until
 
 LONG = 440
-# A second is what is promised; a busy machine gets more before that is called broken.
-SOON_S = 10
 COMMON = {"model": "target", "max_tokens": LONG, "ignore_eos": True, "temperature": 4, "n": 2}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}
 ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -72,14 +70,10 @@ def unharmed(pair: Pair) -> Iterator[None]:
     """Afterwards nothing is held, nothing was logged as our mistake, and no process is new."""
     lines, pids, descriptors = len(pair.logs), pair.pids(), pair.descriptors()
     yield
-    pair.assert_nothing_left(SOON_S)
+    pair.assert_nothing_left()
     assert pair.pids() == pids
     assert not [line for line in pair.logs[lines:] if " ERROR " in line]
-    wait_until(
-        lambda: all(pair.descriptors()[name] <= descriptors[name] + 4 for name in descriptors),
-        20,
-        "connections to be closed",
-    )
+    pair.assert_closed(descriptors)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -88,10 +82,10 @@ def test_a_client_that_is_gone_is_not_worked_for(pair: Pair, unharmed, route, le
     before = cancelled(pair)
     connection = connect(pair)
     connection.sendall(request_bytes(route))
-    wait_until(lambda: pair.target_load().kv_tokens > 60, 60, "the answers to be under way")
+    wait_until(lambda: pair.target_load().kv_tokens > 60, "the answers to be under way")
     gone = time.monotonic()
     leave(connection)
-    pair.assert_nothing_left(SOON_S)
+    pair.assert_nothing_left()
     print(f"{route}: free {time.monotonic() - gone:.2f} s after its client was gone")
     # It did not just come to its end.
     assert cancelled(pair) > before
@@ -106,11 +100,11 @@ def test_a_call_that_is_cancelled_after_any_of_its_first_messages_leaves_nothing
             for mode in (gateway_pb2.SPECULATION_MODE_FIXED, gateway_pb2.SPECULATION_MODE_OFF):
                 request = generate_request()
                 request.speculation.mode = mode
-                call, calls = stub.Generate(request, timeout=120), calls + 1
+                call, calls = stub.Generate(request, timeout=240), calls + 1
                 for _ in range(messages):
                     next(call)
                 call.cancel()
-    pair.assert_nothing_left(SOON_S)
+    pair.assert_nothing_left()
     # A call that was cancelled before it arrived counts nowhere.
     assert cancelled(pair) >= before + calls - 2
 
@@ -123,7 +117,7 @@ def test_calls_cancelled_as_one_of_their_answers_ends_leave_nothing(pair: Pair, 
     with grpc.insecure_channel(pair.gateway) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         for wanted in (1, 1, 2, 2, 3, 3):
-            call, finished = stub.Generate(request, timeout=120), 0
+            call, finished = stub.Generate(request, timeout=240), 0
             for response in call:
                 finished += response.HasField("finished")
                 if finished == wanted:

@@ -89,6 +89,6 @@ def _answer(pair: Pair) -> list[int]:
     with Client(pair.gateway) as client:
         sampling = Sampling(temperature=4.0, seed=1)
         stream = client.generate(
-            [5, 9, 77], max_tokens=30, sampling=sampling, ignore_eos=True, timeout=60
+            [5, 9, 77], max_tokens=30, sampling=sampling, ignore_eos=True, timeout=240
         )
         return stream.result().token_ids

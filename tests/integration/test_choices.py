@@ -28,12 +28,12 @@ def answer(pair: Pair, sampling: Sampling, **options) -> Generation:
         ).result()
 
 
-def told(run: Generation) -> list[list[tuple[int, float]]]:
-    """Of each position, the tokens told and their logprobs as far as rounding keeps them."""
-    return [
-        [(t.token_id, pytest.approx(t.logprob, abs=1e-3)) for t in (p.chosen, *p.top)]
-        for p in run.logprobs
-    ]
+def assert_same_logprobs(run: Generation, expected: Generation) -> None:
+    """The same tokens at each position, their logprobs as far as rounding keeps them."""
+    for mine, theirs in zip(run.logprobs, expected.logprobs, strict=True):
+        for one, other in zip((mine.chosen, *mine.top), (theirs.chosen, *theirs.top), strict=True):
+            assert one.token_id == other.token_id
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
 
 
 def test_choices_and_logprobs_do_not_depend_on_drafting(pair: Pair):
@@ -45,7 +45,7 @@ def test_choices_and_logprobs_do_not_depend_on_drafting(pair: Pair):
         assert one.token_ids == other.token_ids
         assert [p.chosen.token_id for p in other.logprobs] == one.token_ids
         assert all(len(p.top) == 2 and p.top[0].logprob >= p.top[1].logprob for p in one.logprobs)
-    assert told(plain) == told(drafted)
+    assert_same_logprobs(drafted, plain)
     alone = answer(pair, HOT, speculation="fixed", block_length=8)
     assert alone.token_ids == plain.token_ids
     assert drafted.usage.completion_tokens == 3 * 24

@@ -31,7 +31,7 @@ def family_pair(
 def answer(pair: Pair, prompt: list[int], sampling: Sampling, **options):
     with Client(pair.gateway) as client:
         return client.generate(
-            prompt, max_tokens=LENGTH, sampling=sampling, ignore_eos=True, timeout=120, **options
+            prompt, max_tokens=LENGTH, sampling=sampling, ignore_eos=True, timeout=240, **options
         ).result()
 
 

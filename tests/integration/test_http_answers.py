@@ -14,7 +14,7 @@ PROMPTS = ["once upon a time", "hello there"]
 
 @pytest.fixture
 def http(pair: Pair):
-    with httpx.Client(base_url=pair.http, timeout=120) as client:
+    with httpx.Client(base_url=pair.http, timeout=240) as client:
         yield client
 
 
@@ -58,9 +58,11 @@ def test_logprobs_do_not_depend_on_drafting_and_belong_to_the_choice(http):
 
 def test_a_prompt_asked_again_is_found_again_except_under_another_salt(http):
     prompt = "the same long beginning of a prompt " * 6
-    first = complete(http, prompt=prompt, cache_salt="one", n=1)
-    again = complete(http, prompt=prompt, cache_salt="one", n=1)
-    other = complete(http, prompt=prompt, cache_salt="two", n=1)
+    # In mode auto the gateway may let the draft rest, which then has nothing of the prompt.
+    first, again, other = (
+        complete(http, prompt=prompt, cache_salt=salt, n=1, speculation={"mode": "fixed"})
+        for salt in ("one", "one", "two")
+    )
     cached = [
         body["usage"]["prompt_tokens_details"]["cached_tokens"] for body in (first, again, other)
     ]
@@ -81,6 +83,6 @@ def test_a_client_that_goes_away_leaves_nothing_on_any_service(http, pair, strea
         else:
             # Sooner than four times 400 tokens are there, on any machine that runs tests.
             with suppress(httpx.ReadTimeout):
-                leaving.post("/v1/completions", json=body, timeout=0.3)
+                leaving.post("/v1/completions", json=body, timeout=httpx.Timeout(120, read=0.3))
     pair.assert_nothing_left()
-    wait_until(lambda: "answers_active 0.0" in http.get("/metrics").text, 10, "no active answers")
+    wait_until(lambda: "answers_active 0.0" in http.get("/metrics").text, "no active answers")

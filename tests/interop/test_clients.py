@@ -19,7 +19,7 @@ from tests.support.pair import Pair
 MODEL = "target"
 PROMPT = "hello there"
 LENGTH = 12
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 
 
 def truth(pair: Pair, sampling: Sampling, *messages: Message) -> Generation:

@@ -15,7 +15,7 @@ DESCRIPTORS = EXAMPLES.parent / "flashduet" / "v1" / "flashduet.v1.binpb"
 # A seed that neither a double nor a signed integer holds.
 SEED = 2**64 - 1
 ASK = ["hello", "--max-tokens", "12", "--temperature", "3", "--seed", str(SEED)]
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 # What npm says where the registry cannot be reached; anything else is a mistake of ours.
 UNREACHABLE = ("ENOTFOUND", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT", "EAI_AGAIN", "ENETUNREACH")
 
@@ -37,7 +37,8 @@ def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("node and npm are not installed")
     folder = tmp_path_factory.mktemp("examples") / "node"
     shutil.copytree(EXAMPLES / "node", folder, ignore=shutil.ignore_patterns("node_modules"))
-    install = run([npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"], folder)
+    quiet = ["--ignore-scripts", "--no-audit", "--no-fund"]
+    install = run([npm, "ci", *quiet, "--fetch-retries", "1", "--fetch-timeout", "60000"], folder)
     if any(code in install.stderr for code in UNREACHABLE):
         pytest.skip("npm reaches no registry")
     assert install.returncode == 0, install.stderr[-2000:]

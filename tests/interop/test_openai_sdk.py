@@ -10,7 +10,7 @@ MESSAGES = [{"role": "user", "content": "hello there"}]
 
 @pytest.fixture
 def client(pair: Pair):
-    with openai.OpenAI(base_url=f"{pair.http}/v1", api_key="unused", timeout=60) as client:
+    with openai.OpenAI(base_url=f"{pair.http}/v1", api_key="unused", timeout=240) as client:
         yield client
 
 

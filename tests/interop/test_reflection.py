@@ -16,7 +16,7 @@ def reflected_pool(channel: grpc.Channel, symbol: str) -> DescriptorPool:
 
     def ask(**request) -> list[descriptor_pb2.FileDescriptorProto]:
         message = reflection_pb2.ServerReflectionRequest(**request)
-        (response,) = stub.ServerReflectionInfo(iter([message]), timeout=10)
+        (response,) = stub.ServerReflectionInfo(iter([message]), timeout=60)
         return [
             descriptor_pb2.FileDescriptorProto.FromString(raw)
             for raw in response.file_descriptor_response.file_descriptor_proto

@@ -25,5 +25,5 @@ def generate(
         request_serializer=request_type.SerializeToString,
         response_deserializer=response_type.FromString,
     )
-    for response in call(ParseDict(request, request_type()), timeout=60):
+    for response in call(ParseDict(request, request_type()), timeout=240):
         yield MessageToDict(response)

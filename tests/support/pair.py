@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,10 @@ from flashduet_cli.process import ServiceProcess
 from flashduet_cli.stack import Stack, StackConfig
 from flashduet_cli.stack_config import listen_variable, service_environment
 
-START_TIMEOUT_S = 240
+START_TIMEOUT_S = 600
+# What takes a second on an idle machine has this long: a bound tells a hang, not a slow machine.
+WAIT_S = 120
+CALL_S = 30
 
 # A draft is given the time that a busy machine needs, where a test is not about that time.
 PATIENCE = {
@@ -31,7 +34,7 @@ PATIENCE = {
 }
 
 
-def wait_until(condition: Callable[[], bool], within_s: float, what: str) -> None:
+def wait_until(condition: Callable[[], bool], what: str, within_s: float = WAIT_S) -> None:
     """Poll until `condition()`; an AssertionError that says what was waited for otherwise."""
     deadline = time.monotonic() + within_s
     while not condition():
@@ -137,7 +140,7 @@ class Pair:
         return self._run(run())
 
     def wait_drafting(self) -> None:
-        self._run(self._stack.wait_drafting(60))
+        self._run(self._stack.wait_drafting(WAIT_S))
 
     def descriptors(self) -> dict[str, int]:
         """Open file descriptors of each process that runs."""
@@ -146,23 +149,23 @@ class Pair:
     def target_load(self) -> target_pb2.TargetServiceGetLoadResponse:
         with grpc.insecure_channel(self._stack.target_endpoint) as channel:
             stub = target_pb2_grpc.TargetServiceStub(channel)
-            return stub.GetLoad(target_pb2.TargetServiceGetLoadRequest(), timeout=5)
+            return stub.GetLoad(target_pb2.TargetServiceGetLoadRequest(), timeout=CALL_S)
 
     def draft_load(self, endpoint: str = "") -> draft_pb2.DraftServiceGetLoadResponse:
         """Of the stack's draft, or of the one at `endpoint`."""
         with grpc.insecure_channel(endpoint or self.draft) as channel:
             stub = draft_pb2_grpc.DraftServiceStub(channel)
-            return stub.GetLoad(draft_pb2.DraftServiceGetLoadRequest(), timeout=5)
+            return stub.GetLoad(draft_pb2.DraftServiceGetLoadRequest(), timeout=CALL_S)
 
     def target_info(self) -> target_pb2.TargetServiceGetModelInfoResponse:
         with grpc.insecure_channel(self.target) as channel:
             stub = target_pb2_grpc.TargetServiceStub(channel)
-            return stub.GetModelInfo(target_pb2.TargetServiceGetModelInfoRequest(), timeout=5)
+            return stub.GetModelInfo(target_pb2.TargetServiceGetModelInfoRequest(), timeout=CALL_S)
 
     def draft_info(self) -> draft_pb2.DraftServiceGetModelInfoResponse:
         with grpc.insecure_channel(self.draft) as channel:
             stub = draft_pb2_grpc.DraftServiceStub(channel)
-            return stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest(), timeout=5)
+            return stub.GetModelInfo(draft_pb2.DraftServiceGetModelInfoRequest(), timeout=CALL_S)
 
     def left_over(self, without: frozenset[str] = frozenset()) -> dict[str, int]:
         """What the running services still hold; empty when nothing is left."""
@@ -188,7 +191,7 @@ class Pair:
         return {name: count for name, count in held.items() if count}
 
     def assert_nothing_left(
-        self, within_s: float = 10, without: frozenset[str] | set[str] = frozenset()
+        self, within_s: float = WAIT_S, without: frozenset[str] | set[str] = frozenset()
     ) -> None:
         """The services free everything within the bound."""
         deadline = time.monotonic() + within_s
@@ -196,12 +199,26 @@ class Pair:
             assert time.monotonic() < deadline, f"still held after {within_s:g} s: {held}"
             time.sleep(0.1)
 
+    def assert_closed(
+        self, before: dict[str, int], more: int = 4, names: Iterable[str] = ()
+    ) -> None:
+        """The services (those of `names`, or all) come back to the descriptors of `before`.
+
+        `more`: how many a process may have opened for good, say a connection to a new peer.
+        """
+
+        def closed() -> bool:
+            now = self.descriptors()
+            return all(now[name] <= before[name] + more for name in names or before)
+
+        wait_until(closed, "descriptors to be closed")
+
     def stop(self) -> None:
         for process in self._more:
-            self._run(process.stop(10))
+            self._run(process.stop(CALL_S))
         self._run(self._stack.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(CALL_S)
 
     def _try_left_over(self, without: frozenset[str]) -> dict[str, int]:
         try:

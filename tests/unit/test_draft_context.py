@@ -102,7 +102,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(STEPS)
 def test_a_context_is_the_list_of_its_rows_whoever_else_holds_blocks(
     config: DrafterConfig, steps: list[tuple]

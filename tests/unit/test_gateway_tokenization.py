@@ -104,7 +104,7 @@ def stream(tokenizer: Tokenizer, groups: list[list[int]], include: bool) -> list
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_pieces_add_up_to_the_decode_of_the_whole(
     tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject
 ) -> None:

@@ -127,7 +127,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=120, stateful_step_count=40)
 
 
 def filled(pool: BlockPool, tokens: list[int], key: bytes = b"") -> BlockTable:
