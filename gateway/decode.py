@@ -18,7 +18,7 @@ async def decode(session: Session, request: Phase, emit: Emit) -> None:
     token, whose features do not exist yet: the target reads the anchor and the draft tokens in one
     pass, agrees with the first `accepted` of them, and adds its own next token, the bonus, which is
     the next anchor. Without a proposal, for whatever reason, that is a plain step; where there will
-    never be one, the target may take a few of them at once.
+    never be one, the target goes on by itself for a few of them.
 
     Raises:
         FlashduetError: the target cannot go on. Nothing about a draft is ever raised.
@@ -45,6 +45,7 @@ async def decode(session: Session, request: Phase, emit: Emit) -> None:
                     proposal.token_ids,
                     verify.traceparent,
                     more_steps=proposal.more_steps,
+                    one_by_one=proposal.one_by_one,
                 )
 
             with round_.phase("accept"):

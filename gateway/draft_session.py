@@ -45,7 +45,8 @@ class Proposal:
     """Draft tokens for the positions after the anchor, or none and why.
 
     `block_length` is what was asked for; `seconds` the time from asking to having it; `more_steps`
-    how many plain steps may follow the round at once, since none of them would be drafted either.
+    how many plain steps may follow the round at once, since none of them would be drafted either,
+    and `one_by_one` whether each of them shall be told as soon as it is made.
     """
 
     token_ids: list[int]
@@ -54,6 +55,7 @@ class Proposal:
     seconds: float = 0.0
     timings: PhaseTimings | None = None
     more_steps: int = 0
+    one_by_one: bool = False
 
 
 class DraftSession:

@@ -8,6 +8,10 @@ from gateway.controller import BlockController
 from gateway.draft_session import DraftSession, OpenedDraft, Proposal
 from gateway.tally import Phase, Tally
 
+# Plain steps that the target makes one after the other without hearing from us. What is made beyond
+# a stop string is lost, some two of them: it ends with the message that closes the session.
+_STEPS_AHEAD = 32
+
 
 class Drafter:
     """Gives each round a proposal; an empty one is as good as any, only slower.
@@ -70,7 +74,10 @@ class Drafter:
 
     def _never(self, reason: str, answer: Answer) -> Proposal:
         """Nothing now nor later."""
-        return Proposal([], reason, more_steps=min(self._steps_at_once, answer.wanted) - 1)
+        one_by_one = self._steps_at_once == 1
+        steps = _STEPS_AHEAD if one_by_one else self._steps_at_once
+        more_steps = min(steps, answer.wanted) - 1
+        return Proposal([], reason, more_steps=more_steps, one_by_one=one_by_one)
 
     def learn(self, proposal: Proposal, verified: DecodeVerified, verify_s: float) -> None:
         """Take the target's verdict into account."""

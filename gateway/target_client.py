@@ -31,6 +31,8 @@ class TargetSession:
     def __init__(self, replica: TargetReplica, stub: TargetServiceStub) -> None:
         self._replica = replica
         self._call = stub.Decode()
+        # Answers that come without being asked for: of plain steps that were asked for together.
+        self._coming = 0
         replica.sessions += 1
 
     async def open(self, opening: pb.DecodeOpen, traceparent: str) -> pb.DecodeOpened:
@@ -52,18 +54,31 @@ class TargetSession:
         traceparent: str,
         *,
         more_steps: int = 0,
+        one_by_one: bool = False,
     ) -> pb.DecodeVerified:
         """One pass over the anchor (at position `base`) and the draft tokens; [] is a plain step.
 
         `more_steps` plain steps follow it without being asked for; fewer where a stop id comes up.
+        With `one_by_one` they are the answers to the calls that follow, which ask for nothing then.
 
         Raises:
             FlashduetError: what the target refused, or Unavailable when it is gone.
         """
-        verify = pb.DecodeVerify(
-            round=round_, base=base, token_ids=token_ids, more_steps=more_steps
-        )
-        answer = await self._ask(pb.DecodeRequest(traceparent=traceparent, verify=verify))
+        if self._coming:
+            self._coming -= 1
+            answer = await self._read()
+        else:
+            verify = pb.DecodeVerify(
+                round=round_,
+                base=base,
+                token_ids=token_ids,
+                more_steps=more_steps,
+                one_by_one=one_by_one,
+            )
+            answer = await self._ask(pb.DecodeRequest(traceparent=traceparent, verify=verify))
+            # A target of an earlier release gives them together nevertheless.
+            together = len(answer.verified.more_token_ids)
+            self._coming = more_steps if one_by_one and not together else 0
         verified = answer.verified
         if verified.round != round_ or verified.accepted > len(token_ids):
             raise FlashduetError(
@@ -78,7 +93,10 @@ class TargetSession:
         """End the session and wait, within a bound, until the target has freed it."""
         with suppress(TimeoutError, FlashduetError):
             async with asyncio.timeout(_CLOSE_BUDGET_S):
-                await self._ask(pb.DecodeRequest(close=pb.DecodeClose()))
+                answer = await self._ask(pb.DecodeRequest(close=pb.DecodeClose()))
+                while answer.HasField("verified"):
+                    # Of a step that nobody wants any more.
+                    answer = await self._read()
                 await self._call.done_writing()
                 await self._call.code()
 
@@ -90,6 +108,12 @@ class TargetSession:
     async def _ask(self, message: pb.DecodeRequest) -> pb.DecodeResponse:
         try:
             await self._write(message)
+        except grpc.RpcError as error:
+            raise self._failure(rpc.from_rpc_error(error)) from error
+        return await self._read()
+
+    async def _read(self) -> pb.DecodeResponse:
+        try:
             answer = await self._call.read()
         except grpc.RpcError as error:
             raise self._failure(rpc.from_rpc_error(error)) from error

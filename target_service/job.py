@@ -84,6 +84,10 @@ class Job(ABC):
         self.cached_tokens = 0
         self._phases: list[Phase] = []
         self._chunks = 0
+        self.arrive()
+
+    def arrive(self) -> None:
+        """It begins to wait for its turn."""
         self._arrived_ns, self._arrived_clock = time.time_ns(), time.perf_counter_ns()
 
     @property
@@ -99,6 +103,10 @@ class Job(ABC):
     def layer_ids(self) -> tuple[int, ...]:
         """Layers whose states the job's draft still wants."""
         return self.feed.layer_ids if self.feed is not None else ()
+
+    def follower(self, outcome: Outcome) -> Job | None:
+        """The job that comes next without being asked for, now that this one has ended."""
+        return None
 
     def started(self) -> None:
         """The job leaves the queue for the first time, or again."""
@@ -158,7 +166,10 @@ class PrefillJob(Job):
 
 
 class RoundJob(Job):
-    """Verifies one block, after computing again what a preemption took."""
+    """Verifies one block, after computing again what a preemption took.
+
+    With `then` another round follows at once, unless this one ends with a stop id.
+    """
 
     def __init__(
         self,
@@ -167,10 +178,20 @@ class RoundJob(Job):
         traceparent: str,
         base: int,
         token_ids: Sequence[int],
+        then: PlainJob | None = None,
+        stop_ids: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(session, feed, traceparent)
         self._base = base
         self._token_ids = tuple(token_ids)
+        self._then = then
+        self._stop_ids = stop_ids
+
+    def follower(self, outcome: Outcome) -> PlainJob | None:
+        if self._then is None or outcome.committed[-1] in self._stop_ids:
+            return None
+        self._then.arrive()
+        return self._then
 
     @property
     def missing(self) -> int:
@@ -186,3 +207,21 @@ class RoundJob(Job):
             # No token is chosen at the end: the anchor that follows is known.
             return self._chunk(count, end=-1)
         return VerifyBlock(self.session, self._base, self._token_ids, self.layer_ids)
+
+
+class PlainJob(RoundJob):
+    """A plain step after another round, whose tokens its base depends on."""
+
+    def __init__(
+        self,
+        session: Session,
+        feed: FeatureFeed | None,
+        traceparent: str,
+        then: PlainJob | None,
+        stop_ids: frozenset[int],
+    ) -> None:
+        super().__init__(session, feed, traceparent, 0, (), then, stop_ids)
+
+    def arrive(self) -> None:
+        super().arrive()
+        self._base = self.session.anchor_position

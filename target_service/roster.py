@@ -122,6 +122,12 @@ class Roster:
             else:
                 seat.finish_job(now)
                 ends.append((job, stopping() if end is None else end))
+                follower = job.follower(end) if isinstance(end, Outcome) else None
+                if follower is not None and not self._closing:
+                    seat.take_job(follower, now)
+                    self.ready.add(seat)
+                elif follower is not None:
+                    ends.append((follower, stopping()))
         return ends
 
 

@@ -11,14 +11,14 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 import torch
 
 from flashduet.errors import FlashduetError
 from flashduet.kv.blocks import BlockPool
-from target_service.job import FeatureFeed, Job, Outcome, PrefillJob, RoundJob
+from target_service.job import FeatureFeed, Job, Outcome, PlainJob, PrefillJob, RoundJob
 from target_service.kv_load import KVLoad
 from target_service.planner import Turn
 from target_service.roster import End, Roster, stopping
@@ -110,6 +110,35 @@ class Scheduler:
         """Verify a block on the session whose anchor is at `base`; see `prefill`."""
         return await self._finish(RoundJob(session, feed, traceparent, base, token_ids))
 
+    async def rounds(
+        self,
+        session: Session,
+        feed: FeatureFeed | None,
+        base: int,
+        token_ids: Sequence[int],
+        traceparent: str = "",
+        *,
+        more_steps: int = 0,
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> AsyncGenerator[Outcome, None]:
+        """`verify`, and plain steps after it until a stop id: an outcome each, as it is made.
+
+        The engine makes them one after the other, whether or not the outcomes are taken, until the
+        session leaves.
+        """
+        jobs: list[RoundJob] = []
+        then = None
+        for _ in range(more_steps):
+            then = PlainJob(session, feed, traceparent, then, stop_ids)
+            jobs.append(then)
+        jobs.append(RoundJob(session, feed, traceparent, base, token_ids, then, stop_ids))
+        self._enter(jobs[-1])
+        for job in reversed(jobs):
+            outcome = await self._outcome(job)
+            yield outcome
+            if outcome.committed[-1] in stop_ids:
+                return
+
     def leave(self, session: Session) -> None:
         """Free the session's blocks, if need be as soon as the engine's current step is over."""
         with self._condition:
@@ -118,12 +147,18 @@ class Scheduler:
             self._condition.notify()
 
     async def _finish(self, job: Job) -> Outcome:
+        self._enter(job)
+        return await self._outcome(job)
+
+    def _enter(self, job: Job) -> None:
         with self._condition:
             if self._closing:
                 raise stopping()
             self._roster.add(job, time.perf_counter())
             if len(self._roster.ready) >= self._wake_at:
                 self._condition.notify()
+
+    async def _outcome(self, job: Job) -> Outcome:
         try:
             return await job.future
         except asyncio.CancelledError:

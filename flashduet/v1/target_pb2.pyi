@@ -52,16 +52,18 @@ class DecodeOpen(_message.Message):
     def __init__(self, session_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., draft_instance_id: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., max_tokens: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., priority: _Optional[_Union[_common_pb2.Priority, str]] = ..., cache_salt: _Optional[str] = ..., draft_context_hit: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DecodeVerify(_message.Message):
-    __slots__ = ("round", "base", "token_ids", "more_steps")
+    __slots__ = ("round", "base", "token_ids", "more_steps", "one_by_one")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MORE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    ONE_BY_ONE_FIELD_NUMBER: _ClassVar[int]
     round: int
     base: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     more_steps: int
-    def __init__(self, round: _Optional[int] = ..., base: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., more_steps: _Optional[int] = ...) -> None: ...
+    one_by_one: bool
+    def __init__(self, round: _Optional[int] = ..., base: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., more_steps: _Optional[int] = ..., one_by_one: _Optional[bool] = ...) -> None: ...
 
 class DecodeClose(_message.Message):
     __slots__ = ()

@@ -141,6 +141,9 @@ class ToyTarget(TargetServiceServicer):
     openings: list[target_pb2.DecodeOpen] = field(default_factory=list)
     traceparents: list[str] = field(default_factory=list)
     verified_lengths: list[int] = field(default_factory=list)
+    # Messages that asked for rounds; a target of an earlier release gives all steps together.
+    verifies: list[target_pb2.DecodeVerify] = field(default_factory=list)
+    knows_one_by_one: bool = True
     instance_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
 
     def next_token(self, session: ToySession) -> int:
@@ -172,7 +175,8 @@ class ToyTarget(TargetServiceServicer):
                     session_id = request.open.session_id
                     yield await self._open(request.open, context)
                 elif kind == "verify":
-                    yield await self._verify(self.sessions[session_id], request.verify, context)
+                    async for response in self._rounds(session_id, request.verify, context):
+                        yield response
                 else:
                     self.sessions.pop(session_id, None)
                     yield target_pb2.DecodeResponse(closed=target_pb2.DecodeClosed())
@@ -208,6 +212,20 @@ class ToyTarget(TargetServiceServicer):
                 prefill_chunks=1,
             )
         )
+
+    async def _rounds(
+        self, session_id: bytes, verify: target_pb2.DecodeVerify, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[target_pb2.DecodeResponse]:
+        self.verifies.append(target_pb2.DecodeVerify.FromString(verify.SerializeToString()))
+        session, steps = self.sessions[session_id], 0
+        if verify.one_by_one and self.knows_one_by_one:
+            steps, verify.more_steps = verify.more_steps, 0
+        yield await self._verify(session, verify, context)
+        for step in range(1, steps + 1):
+            if session.ids[-1] in session.stop_ids:
+                return
+            plain = target_pb2.DecodeVerify(round=verify.round + step, base=len(session.ids) - 1)
+            yield await self._verify(session, plain, context)
 
     async def _verify(
         self,

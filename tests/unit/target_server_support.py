@@ -102,21 +102,35 @@ class Stream:
 
     async def verify(self, drafts: Sequence[int] = (), **fields: Any) -> target_pb2.DecodeVerified:
         await self.send_verify(drafts, **fields)
+        return await self.verified(drafts)
+
+    async def verified(self, drafts: Sequence[int] = ()) -> target_pb2.DecodeVerified:
+        """The next answer, to this stream's last round."""
         verified = (await self._read()).verified
         assert verified.round == self.rounds
         self.tokens += [*drafts[: verified.accepted], verified.bonus_token_id]
         self.tokens += verified.more_token_ids
         return verified
 
-    async def close(self) -> None:
+    async def next_step(self) -> target_pb2.DecodeVerified:
+        """The answer to a plain step that came without being asked for."""
+        self.rounds += 1
+        return await self.verified()
+
+    async def close(self, *, steps_to_come: bool = False) -> None:
         await self.call.write(target_pb2.DecodeRequest(close=target_pb2.DecodeClose()))
-        assert (await self._read()).WhichOneof("message") == "closed"
+        answer = await self._read()
+        while steps_to_come and answer.WhichOneof("message") == "verified":
+            answer = await self._read()
+        assert answer.WhichOneof("message") == "closed"
         assert await self.call.code() is grpc.StatusCode.OK
 
-    async def failure(self) -> grpc.aio.AioRpcError:
+    async def failure(self, *, steps_to_come: bool = False) -> grpc.aio.AioRpcError:
         """The error that the stream ends with."""
         try:
             message = await self._read()
+            while steps_to_come and message.WhichOneof("message") == "verified":
+                message = await self._read()
         except grpc.aio.AioRpcError as error:
             return error
         raise AssertionError(f"an error was expected, {message} came")

@@ -56,6 +56,28 @@ async def test_whoever_waits_for_tokens_gets_them_one_by_one(stack: ToyStack) ->
     interactive = ask(PROMPT, mode="off", priority=PRIORITY_INTERACTIVE)
     assert (await stack.generate(interactive)).token_ids == EXPECTED
     assert len(stack.target.verified_lengths) == 39
+    assert [verify.more_steps for verify in stack.target.verifies] == [31, 6], "one message for 32"
+    assert all(verify.one_by_one for verify in stack.target.verifies)
+
+
+async def test_steps_that_come_by_themselves_end_with_the_answer(stack: ToyStack) -> None:
+    script = ids_of("some words: and many more of them, which nobody wants to hear any more")
+    stack.target.script = script
+    wanted = script[: len(ids_of("some words:"))]
+    for stop in ({"stop": [":"]}, {"stop_token_ids": ids_of(":")}):
+        answer = await stack.generate(ask(PROMPT, mode="off", max_tokens=60, **stop))
+        assert answer.token_ids == wanted
+        assert answer.stats.rounds == len(wanted) - 1
+        await stack.all_free()
+
+
+async def test_a_target_that_gives_steps_together_is_understood(stack: ToyStack) -> None:
+    stack.target.knows_one_by_one = False
+    for _ in range(2):
+        answer = await stack.generate(ask(PROMPT, mode="off"))
+        assert answer.token_ids == EXPECTED
+        assert answer.stats.rounds == 39
+    await stack.all_free()
 
 
 async def test_a_batch_request_is_drafted_until_its_draft_is_lost(stack: ToyStack) -> None:

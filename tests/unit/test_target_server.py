@@ -77,6 +77,60 @@ async def test_steps_taken_together_give_what_they_give_one_by_one(
     assert "more_steps" in (await stream.failure()).details()
 
 
+async def test_steps_can_be_answered_as_they_are_made(
+    running: RunningTarget, tiny: TinyTarget
+) -> None:
+    tokens = prompt(20)
+    truth = tiny.generate(tokens, 30)
+    stop = next(token for token in truth[20:] if token not in truth[:20])
+    stream = running.decode()
+    await stream.open(tokens, max_tokens=30, stop_token_ids=[stop], top_logprobs=0)
+    first = await stream.verify(truth[1:3], more_steps=5, one_by_one=True)
+    steps = [await stream.next_step() for _ in range(5)]
+    assert (first.accepted, [step.accepted for step in steps]) == (2, [0] * 5)
+    assert stream.tokens == [*tokens, *truth[:9]]
+    assert all(len(step.logprobs) == 1 and step.timings.forward_us > 0 for step in steps)
+    # What comes then is asked for as ever; a stop id ends the steps.
+    await stream.verify()
+    await stream.verify(more_steps=18, one_by_one=True)
+    while stream.tokens[-1] != stop:
+        await stream.next_step()
+    await stream.verify()
+    assert stream.tokens == [*tokens, *truth[: truth.index(stop) + 2]]
+    await stream.close()
+
+
+async def test_a_close_ends_the_steps_that_are_to_come(
+    running: RunningTarget, tiny: TinyTarget
+) -> None:
+    with slowed(tiny, 0.1):
+        stream = running.decode()
+        await stream.open(prompt(5))
+        await stream.verify(more_steps=90, one_by_one=True)
+        await stream.close(steps_to_come=True)
+        await running.nothing_left()
+        assert (await running.load()).steps < 90
+        # So does the stream's end.
+        cut = running.decode()
+        await cut.open(prompt(6))
+        await cut.verify(more_steps=90, one_by_one=True)
+        cut.call.cancel()
+        await running.nothing_left()
+
+
+async def test_no_round_may_be_asked_for_while_steps_are_to_come(
+    running: RunningTarget, tiny: TinyTarget
+) -> None:
+    with slowed(tiny, 0.1):
+        stream = running.decode()
+        await stream.open(prompt(5))
+        await stream.verify(more_steps=90, one_by_one=True)
+        await stream.send_verify(round=99)
+        failure = await stream.failure(steps_to_come=True)
+        assert failure.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "steps are to come" in (failure.details() or "")
+
+
 async def test_the_stream_s_end_is_a_close(running: RunningTarget) -> None:
     stream = running.decode()
     await stream.open(prompt(5))
