@@ -135,7 +135,9 @@ def _guarded(
 async def _fail(context: grpc.aio.ServicerContext, name: str, error: Exception) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):  # It has its status already.
         raise error
-    if context.done() or isinstance(error, grpc.aio.InternalError):
+    # An error of gRPC's own, but for a wrong use of it: a write failed, or the server has stopped.
+    over = isinstance(error, grpc.aio.BaseError) and not isinstance(error, grpc.aio.UsageError)
+    if context.done() or over:
         # The caller has gone or the server stops, and what was being written came to nothing.
         logger.debug("%s: the call is over: %r", name, error)
         raise asyncio.CancelledError from error

@@ -167,6 +167,38 @@ async def test_bytes_that_are_no_message_are_the_caller_s_mistake(method):
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+class Slow(gateway_pb2_grpc.GatewayServiceServicer):
+    """Has something left to say when it is ended."""
+
+    def __init__(self) -> None:
+        self.stopped, self.over = asyncio.Event(), asyncio.Event()
+
+    async def Generate(self, request, context):
+        await context.write(gateway_pb2.GenerateResponse())
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await self.stopped.wait()
+            self.over.set()
+            await context.write(gateway_pb2.GenerateResponse())
+
+
+async def test_what_a_stopped_server_cannot_send_any_more_is_no_mistake(caplog):
+    servicer = Slow()
+    server = rpc.Server([])
+    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, server.grpc)
+    await server.start("127.0.0.1:0")
+    async with rpc.open_channel(f"127.0.0.1:{server.port}") as channel:
+        call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(gateway_pb2.GenerateRequest())
+        await call.read()
+        await server.stop(0)
+        servicer.stopped.set()
+        await asyncio.wait_for(servicer.over.wait(), 60)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call.read()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def _read_all(call):
     async for _ in call:
         await asyncio.sleep(0)
