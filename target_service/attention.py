@@ -130,12 +130,16 @@ def _operator_shape(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tenso
 
 # Kept: an operator is gone with the library that defines it.
 _library = torch.library.Library("flashduet", "DEF")
-_library.define(
-    f"{_OPERATOR}(Tensor query, Tensor key, Tensor value, Tensor? sinks, int index, "
+_SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor? sinks, int index, "
     "float scaling, float? softcap) -> Tensor"
 )
-_library.impl(_OPERATOR, _operator, "CPU")
-torch.library.register_fake(f"flashduet::{_OPERATOR}", _operator_shape, lib=_library)
+# The first gives way to a native kernel (target_service.compiled.library), which calls the second
+# for a pass that is not its own.
+for _name in (_OPERATOR, f"{_OPERATOR}_in_python"):
+    _library.define(_name + _SCHEMA)
+    _library.impl(_name, _operator, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flashduet::{_name}", _operator_shape, lib=_library)
 
 AttentionInterface.register(PACKED, _attention)
 AttentionInterface.register(SURVEY, _attention)

@@ -14,6 +14,7 @@ import torch
 from flashduet.errors import ConfigurationError
 from target_service.compiled.background import BackgroundCompilation, command, last_line
 from target_service.compiled.build import obstacle
+from target_service.compiled.library import library_path
 from target_service.compiled.model import CompiledModel
 from target_service.compiled.package import package_path
 from target_service.engine import Engine
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """A package that is not there yet, and the engine that waits for it."""
+    """A package, or the library for it, that is not there yet, and the engine that waits for it."""
 
     settings: TargetSettings
     engine: Engine
@@ -55,7 +56,8 @@ def adopt_or_plan(
         log.info("steps run uncompiled: %s", reason)
         return None
     package = package_path(target, torch.get_num_threads())
-    if not package.is_file() and settings.compile == "wait":
+    complete = package.is_file() and library_path().is_file()
+    if not complete and settings.compile == "wait":
         log.info("compiling the target; FLASHDUET_TARGET_COMPILE=auto would serve meanwhile")
         arguments, environment = command(settings)
         done = subprocess.run(
@@ -64,13 +66,17 @@ def adopt_or_plan(
         if done.returncode:
             log.warning("steps stay uncompiled: %s", last_line(done.stderr, done.returncode))
             return None
-    if package.is_file() and _adopt(engine, package):
+    if package.is_file() and _adopt(engine, package) and complete:
         return None
     return Adoption(settings, engine, package) if settings.compile == "auto" else None
 
 
 def _adopt(engine: Engine, package: Path) -> bool:
     """Load and offer the pass; a file that does not do is removed, to be made again."""
+    if engine.compiled:  # what was missing was the library
+        if library_path().is_file():
+            log.info("attention of compiled passes runs natively from the next start on")
+        return True
     started = time.perf_counter()
     try:
         engine.offer(CompiledModel(package, engine.packed.layers))

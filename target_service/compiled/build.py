@@ -17,8 +17,9 @@ from flashduet.hardware import compute_threads
 from flashduet.models_cache import locked
 from target_service.compiled.checks import check_logits
 from target_service.compiled.graph import trace
+from target_service.compiled.library import build_library
 from target_service.compiled.model import CompiledModel
-from target_service.compiled.package import compiler, package_path
+from target_service.compiled.package import NO_COMPILER, compiler, package_path
 from target_service.load import LoadedTarget, load_target
 from target_service.settings import TargetSettings
 from target_service.survey import vary
@@ -40,6 +41,10 @@ def build(settings: TargetSettings) -> Path:
     target = load_target(settings)
     refuse(settings, target)
     path = package_path(target, threads)
+    try:
+        build_library()
+    except ConfigurationError as error:
+        log.warning("passes come back to Python for attention: %s", error.message)
     try:
         with locked(path.stem):
             if not path.is_file():
@@ -79,9 +84,7 @@ def compile_pass(target: LoadedTarget, path: Path) -> None:
         ConfigurationError: it cannot be compiled, or computes something else; says why.
     """
     if compiler() is None:
-        raise ConfigurationError(
-            "no C++ compiler found; install g++ (Debian: apt-get install g++) or set CXX"
-        )
+        raise ConfigurationError(NO_COMPILER)
     name, ids = target.facts.name, vary(_PROBE_TOKENS, target.config.vocab_size)
     with torch.inference_mode():
         plain = target.model(input_ids=ids, use_cache=False).logits[0]

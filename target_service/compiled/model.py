@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from flashduet.kv.storage import KVStorage
-from target_service.attention import running
 from target_service.batching import Span
 from target_service.compiled.graph import LEAST_ROWS
-from target_service.packed import GatherRoom, PackedPass
+from target_service.compiled.runners import make_runner
 from target_service.survey import AttentionLayers
 
 
@@ -23,14 +22,16 @@ class CompiledModel:
         package: a file that `build` made, on this machine, for this model.
         layers: the model's attention layers; which module is which does not matter.
 
+    Attributes:
+        runner: natively where its library is.
+
     Raises:
         RuntimeError: the file cannot be loaded.
     """
 
     def __init__(self, package: Path, layers: AttentionLayers) -> None:
-        self._run = torch._inductor.aoti_load_package(str(package))
         self._layers = layers
-        self._room = GatherRoom()
+        self.runner = make_runner(package, layers)
 
     def forward(
         self, kv: KVStorage, spans: Sequence[Span], keep: Tensor
@@ -48,8 +49,8 @@ class CompiledModel:
             positions.append(positions[-1])
         if wanted < LEAST_ROWS:
             keep = keep.repeat(LEAST_ROWS)
-        with running(PackedPass(self._layers, kv, spans, self._room)):
-            logits, *states = self._run(torch.tensor([ids]), torch.tensor([positions]), keep)
+        inputs = [torch.tensor([ids]), torch.tensor([positions]), keep]
+        logits, *states = self.runner.run(kv, spans, inputs)
         return logits[:wanted], states
 
     @torch.inference_mode()

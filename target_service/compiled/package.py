@@ -17,6 +17,7 @@ from target_service.load import LoadedTarget
 # Raised when the graph, the operator in it, or what goes in and comes out changes.
 _FORMAT = 1
 _COMPILERS = ("g++", "clang++", "c++")
+NO_COMPILER = "no C++ compiler found; install g++ (Debian: apt-get install g++) or set CXX"
 
 
 def package_path(target: LoadedTarget, threads: int) -> Path:
@@ -31,7 +32,7 @@ def package_path(target: LoadedTarget, threads: int) -> Path:
         "threads": threads,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "processor": _processor(),
+        "processor": processor(),
         "weights": _weights(target.folder),
     }
     digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
@@ -47,7 +48,7 @@ def compiler() -> str | None:
     return next((found for name in (*names, *_COMPILERS) if (found := shutil.which(name))), None)
 
 
-def _processor() -> str:
+def processor() -> str:
     """What the compiler's -march=native depends on."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from flashduet.errors import ConfigurationError
-from target_service.compiled import build
+from target_service.compiled import build, runners
 from target_service.compiled.adoption import adopt_or_plan
 from target_service.compiled.model import CompiledModel
 from target_service.compiled.package import compiler, package_path
+from target_service.compiled.runners import NativeRunner, PythonRunner, Runner
 from target_service.load import load_target
 from target_service.session import VerifyBlock
 from target_service.settings import TargetSettings
@@ -53,6 +54,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_compiler
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.family)
 def test_a_compiled_family_computes_what_transformers_computes(case: Case, tmp_path: Path) -> None:
     found = measure(case, tmp_path, compiled=True)
@@ -62,7 +64,12 @@ def test_a_compiled_family_computes_what_transformers_computes(case: Case, tmp_p
 
 
 @needs_compiler
-def test_passes_go_over_in_the_middle_of_a_session(package: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("runner", [NativeRunner, PythonRunner])
+def test_passes_go_over_in_the_middle_of_a_session(
+    runner: type[Runner], package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runners, "load_library", lambda: runner is NativeRunner)
     tiny = load_tiny(tmp_path)
     layers = (0, tiny.target.config.num_hidden_layers - 1)
     session = tiny.session(prompt(20))
@@ -72,7 +79,9 @@ def test_passes_go_over_in_the_middle_of_a_session(package: Path, tmp_path: Path
     for count in range(4):
         _step(tiny, session, expected, count)
     assert not tiny.engine.compiled
-    tiny.engine.offer(CompiledModel(package, tiny.engine.packed.layers))
+    compiled = CompiledModel(package, tiny.engine.packed.layers)
+    assert type(compiled.runner) is runner
+    tiny.engine.offer(compiled)
     assert tiny.engine.compiled
     assert tiny.engine.packed.model is not None  # until the next step
     while session.committed_length < 36:
@@ -166,8 +175,8 @@ def test_a_service_compiles_beside_serving_and_takes_its_compiler_along(tmp_path
         "FLASHDUET_TARGET_LISTEN": f"unix:{tmp_path}/target.sock",
         "FLASHDUET_TARGET_DTYPE": "bfloat16",
     }
-    folder = str(tiny_target(tmp_path / "target"))
-    process = start(folder, **variables)
+    model = str(tiny_target(tmp_path / "target"))
+    process = start(model, **variables)
     assert process.stderr is not None
     log = _until(process.stderr, "compiling in the background")
     assert "serving" in log
@@ -179,14 +188,15 @@ def test_a_service_compiles_beside_serving_and_takes_its_compiler_along(tmp_path
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
 
-    process = start(folder, **variables)
+    process = start(model, **variables)
     assert process.stderr is not None
     try:
         _until(process.stderr, "steps run compiled")
     finally:
         process.kill()
         process.communicate(timeout=60)
-    assert [path.suffix for path in (tmp_path / "cache" / "compiled").iterdir()] == [".pt2"]
+    for folder, suffix in (("compiled", ".pt2"), ("native", ".so")):
+        assert [path.suffix for path in (tmp_path / "cache" / folder).iterdir()] == [suffix]
 
 
 def _until(stream, text: str) -> str:  # type: ignore[no-untyped-def]
