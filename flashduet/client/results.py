@@ -152,7 +152,8 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class GatewayLoad:
-    """Requests of a gateway: now, the most there may be, and since its start by their end."""
+    """Answers under way and the most there may be, of each of which a request for n choices is n;
+    requests since the gateway's start by their end, of which it is one."""
 
     active_requests: int
     max_requests: int
