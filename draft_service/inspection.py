@@ -17,14 +17,13 @@ from draft_service.draft_vocabulary import assemble
 from draft_service.masks import LayerMask
 from draft_service.pairing import check_drafter
 from draft_service.raw_config import raw_config
+from draft_service.self_test import read_self_test
 from draft_service.shortlist import read_shortlist
 from draft_service.target_tensors import load_target_tensors, ties_head
 from flashduet import models
 from flashduet.errors import FlashduetError, Incompatible
 from flashduet.models_default import shipped_drafter
 from flashduet.v1 import common_pb2 as pb
-
-SELF_TEST_FILE = "flashduet.json"
 
 
 def inspect(folder: Path, target: str | None = None) -> dict[str, Any]:
@@ -39,6 +38,7 @@ def inspect(folder: Path, target: str | None = None) -> dict[str, Any]:
     """
     checkpoint = load_checkpoint(folder)
     shortlist = read_shortlist(folder, checkpoint.network.config.vocab_size)
+    expected = read_self_test(folder)
     told = {
         "name": folder.name,
         "format": checkpoint.kind.value,
@@ -48,7 +48,7 @@ def inspect(folder: Path, target: str | None = None) -> dict[str, Any]:
         "mask_token_id": checkpoint.network.config.mask_token_id,
         "own": _own(checkpoint),
         "shortlist": None if shortlist is None else len(shortlist),
-        "expected_tau": _expected_tau(folder),
+        "expected_tau": None if expected is None else expected.expected_tau,
     }
     if target is not None:
         told["target"] = _fit(checkpoint, target)
@@ -99,14 +99,6 @@ def _own(checkpoint: DrafterCheckpoint) -> dict[str, int]:
     parts = {"embedding": own.embedding, "head": own.head}
     told = {name: len(part) for name, part in parts.items() if part is not None}
     return told | ({} if own.mask_embedding is None else {"mask_embedding": 1})
-
-
-def _expected_tau(folder: Path) -> float | None:
-    try:
-        told = json.loads((folder / SELF_TEST_FILE).read_text("utf-8"))["self_test"]["expected_tau"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # a file of ours that other checkpoints need not have
-    return float(told) if isinstance(told, int | float) else None
 
 
 def _fit(checkpoint: DrafterCheckpoint, reference: str) -> dict[str, Any]:

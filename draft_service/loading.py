@@ -13,6 +13,7 @@ from draft_service.context import ContextPlan
 from draft_service.draft_vocabulary import assemble
 from draft_service.engine import Engine
 from draft_service.pairing import check_drafter
+from draft_service.self_test import SelfTest, read_self_test
 from draft_service.settings import DraftSettings
 from draft_service.shortlist import read_shortlist
 from draft_service.target_tensors import load_target_tensors, ties_head
@@ -27,11 +28,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedDrafter:
-    """An engine that has been warmed up, the drafter's name, and its target's facts."""
+    """An engine that has been warmed up, the drafter's name, its target's facts, and what its
+    checkpoint says is to be seen with it."""
 
     engine: Engine
     name: str
     target_facts: pb.ModelFacts
+    self_test: SelfTest | None = None
 
 
 def load(settings: DraftSettings) -> LoadedDrafter:
@@ -52,6 +55,7 @@ def load(settings: DraftSettings) -> LoadedDrafter:
         DATA_TYPES[dtype],
     )
     checkpoint = load_checkpoint(folder, device=device, dtype=dtype)
+    self_test = read_self_test(folder)
     config = checkpoint.network.config
     tied = ties_head(target_config)
     tensors = load_target_tensors(target_folder, tied=tied, device=device, dtype=dtype)
@@ -76,7 +80,7 @@ def load(settings: DraftSettings) -> LoadedDrafter:
         vocabulary.vocab_size,
     )
     _log_plan(engine, folder.name)
-    return LoadedDrafter(engine, folder.name, facts)
+    return LoadedDrafter(engine, folder.name, facts, self_test)
 
 
 def _drafter_folder(reference: str) -> Path:

@@ -100,5 +100,6 @@ class DraftService:
             device=str(engine.device),
             lease_ms=int(settings.lease_s * 1000),
             max_block_length=settings.max_block_length,
+            self_test=drafter.self_test.to_proto() if drafter.self_test is not None else None,
         )
         return LoadedService(coordinator, receivers, engine.config, info)

@@ -19,6 +19,7 @@ from gateway.gateway import Gateway
 from gateway.http import HttpServer, create_app
 from gateway.locate import locate
 from gateway.router import Router
+from gateway.self_tests import SelfTests
 from gateway.server import SERVICE, GatewayServicer
 from gateway.settings import GatewaySettings
 from gateway.tokenization import Tokenizer
@@ -72,6 +73,7 @@ async def _run(settings: GatewaySettings, router: Router, gateway: Gateway, serv
     gateway.tokenizer = tokenizer
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(router.run(), name="router")
+        tasks.create_task(SelfTests(gateway, router).run(), name="self tests")
         serving = False
         while True:
             served = gateway.served()

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from flashduet.settings import split_endpoints
-from flashduet.v1.draft_pb2 import DraftServiceGetModelInfoResponse
+from flashduet.v1.draft_pb2 import DraftServiceGetModelInfoResponse, SelfTest
 from flashduet.v1.target_pb2 import TargetServiceGetModelInfoResponse
 from gateway.budget import BudgetLimits
 from gateway.controller import PairModel
@@ -113,6 +113,17 @@ class Router:
             max_top_logprobs=min(info.max_top_logprobs for info in infos),
             max_sessions=sum(info.max_sessions for info in infos),
         )
+
+    def self_test(self) -> tuple[bytes, str, SelfTest] | None:
+        """Of the pair that a drafted request would be routed to now: an id of the two, the
+        drafter's name, and what is to be seen with it; None where it says nothing."""
+        route = self.route(drafted=True)
+        if route is None or route.draft is None or route.draft.info is None:
+            return None
+        info = route.draft.info
+        if not info.HasField("self_test"):
+            return None
+        return route.target_instance_id + info.instance_id, info.name, info.self_test
 
     def route(self, *, drafted: bool) -> Route | None:
         """Replicas for a request that wants to be drafted or not; None while no target serves."""

@@ -313,7 +313,7 @@ class DraftServiceGetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DraftServiceGetModelInfoResponse(_message.Message):
-    __slots__ = ("instance_id", "protocol_version", "name", "target_facts", "block_length", "target_layer_ids", "mask_token_id", "max_sessions", "device", "lease_ms", "target_instance_ids", "max_block_length")
+    __slots__ = ("instance_id", "protocol_version", "name", "target_facts", "block_length", "target_layer_ids", "mask_token_id", "max_sessions", "device", "lease_ms", "target_instance_ids", "max_block_length", "self_test")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -326,6 +326,7 @@ class DraftServiceGetModelInfoResponse(_message.Message):
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     TARGET_INSTANCE_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_BLOCK_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SELF_TEST_FIELD_NUMBER: _ClassVar[int]
     instance_id: bytes
     protocol_version: int
     name: str
@@ -338,7 +339,20 @@ class DraftServiceGetModelInfoResponse(_message.Message):
     lease_ms: int
     target_instance_ids: _containers.RepeatedScalarFieldContainer[bytes]
     max_block_length: int
-    def __init__(self, instance_id: _Optional[bytes] = ..., protocol_version: _Optional[int] = ..., name: _Optional[str] = ..., target_facts: _Optional[_Union[_common_pb2.ModelFacts, _Mapping]] = ..., block_length: _Optional[int] = ..., target_layer_ids: _Optional[_Iterable[int]] = ..., mask_token_id: _Optional[int] = ..., max_sessions: _Optional[int] = ..., device: _Optional[str] = ..., lease_ms: _Optional[int] = ..., target_instance_ids: _Optional[_Iterable[bytes]] = ..., max_block_length: _Optional[int] = ...) -> None: ...
+    self_test: SelfTest
+    def __init__(self, instance_id: _Optional[bytes] = ..., protocol_version: _Optional[int] = ..., name: _Optional[str] = ..., target_facts: _Optional[_Union[_common_pb2.ModelFacts, _Mapping]] = ..., block_length: _Optional[int] = ..., target_layer_ids: _Optional[_Iterable[int]] = ..., mask_token_id: _Optional[int] = ..., max_sessions: _Optional[int] = ..., device: _Optional[str] = ..., lease_ms: _Optional[int] = ..., target_instance_ids: _Optional[_Iterable[bytes]] = ..., max_block_length: _Optional[int] = ..., self_test: _Optional[_Union[SelfTest, _Mapping]] = ...) -> None: ...
+
+class SelfTest(_message.Message):
+    __slots__ = ("prompt_token_ids", "tokens", "block_length", "acceptance_length")
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    tokens: int
+    block_length: int
+    acceptance_length: float
+    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., tokens: _Optional[int] = ..., block_length: _Optional[int] = ..., acceptance_length: _Optional[float] = ...) -> None: ...
 
 class DraftServiceGetLoadRequest(_message.Message):
     __slots__ = ()

@@ -309,6 +309,7 @@ class ToyDraft(DraftServiceServicer):
     dies_at: int | None = None
     lease_ms: int = 30_000
     context_hit: int = 0
+    self_test: draft_pb2.SelfTest | None = None
     openings: list[draft_pb2.ProposeOpen] = field(default_factory=list)
     sessions: set[bytes] = field(default_factory=set)
     proposals: int = 0
@@ -418,6 +419,7 @@ class ToyDraft(DraftServiceServicer):
             max_block_length=16,
             max_sessions=32,
             lease_ms=self.lease_ms,
+            self_test=self.self_test,
         )
 
 
@@ -478,9 +480,9 @@ class ToyStack:
         await self.draft_server.grpc.stop(None)
         self.target.drafts.clear()
 
-    async def restart_draft(self) -> None:
+    async def restart_draft(self, **attributes: object) -> None:
         """A new process at the same address: another instance id, no sessions."""
-        self.draft = ToyDraft(self.target)
+        self.draft = ToyDraft(self.target, **attributes)  # type: ignore[arg-type]
         self.draft_server = await serve_draft(self.draft, f"127.0.0.1:{self.draft_server.port}")
         self.target.drafts[:] = [self.draft]
         await self.drafted()

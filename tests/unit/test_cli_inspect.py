@@ -82,11 +82,26 @@ def test_other_formats_are_told_apart(drafter: Path, tmp_path: Path) -> None:
 
 def test_the_table_tells_of_shortlist_and_expectation(drafter: Path) -> None:
     write_shortlist(drafter, build_shortlist(range(320), 100))
-    (drafter / "flashduet.json").write_text(json.dumps({"self_test": {"expected_tau": 2.5}}))
+    promise = {
+        "prompt_token_ids": [1, 2],
+        "continuation": [3, 4, 5],
+        "expected_tau": 2.5,
+        "block_length": 4,
+    }
+    (drafter / "flashduet.json").write_text(json.dumps({"self_test": promise}))
     result = flashduet(str(drafter))
     assert result.exit_code == 0, result.stderr
     assert "the 100 tokens of its shortlist" in result.stdout
     assert "2.5 on its self-test prompt" in result.stdout
+
+
+def test_a_broken_self_test_is_refused_by_its_field(drafter: Path) -> None:
+    (drafter / "flashduet.json").write_text(json.dumps({"self_test": {"expected_tau": 0.5}}))
+    result = flashduet(str(drafter))
+    assert result.exit_code == 1
+    assert "self_test.prompt_token_ids" in result.stderr
+    (drafter / "flashduet.json").write_text("{")
+    assert "not readable" in flashduet(str(drafter)).stderr
 
 
 def test_the_shipped_drafter_can_be_inspected() -> None:

@@ -1,0 +1,111 @@
+"""Does a new pair reach the acceptance length that its drafter is known for?
+
+A drafter that is paired with another quantization of its target, or reads the layers next to those
+that it was trained for, fits in every number that a handshake compares; it only guesses badly. So
+each pair is asked once for the greedy answer that the drafter's checkpoint names, when nobody else
+asks for anything, and a collapse is told in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from flashduet.errors import FlashduetError
+from flashduet.v1 import gateway_pb2 as pb
+from flashduet.v1.common_pb2 import PRIORITY_BATCH, SamplingParams
+from flashduet.v1.draft_pb2 import SelfTest
+from gateway.gateway import Gateway
+from gateway.router import Router
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+# So long has to be quiet before a test, and a test has so long.
+_QUIET_S = 5.0
+_TIME_S = 120.0
+# Enough to tell a collapse from an unlucky stretch.
+_MOST_TOKENS = 96
+_ATTEMPTS = 3
+_MOST_PAIRS = 64
+# A test counts if so many of its rounds were drafted; a busy machine's drafts come too late.
+_DRAFTED_SHARE = 0.8
+
+
+class SelfTests:
+    """Tests each pair of a target's and a draft's process once.
+
+    Args:
+        quiet_s: seconds without a request before a test is begun.
+    """
+
+    def __init__(self, gateway: Gateway, router: Router, quiet_s: float = _QUIET_S) -> None:
+        self._gateway, self._router = gateway, router
+        self._quiet_s = quiet_s
+        self._attempts: dict[bytes, int] = {}
+        self._idle_s = 0.0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(_POLL_S)
+            idle = self._gateway.counts.active == 0
+            self._idle_s = self._idle_s + _POLL_S if idle else 0.0
+            due = self._router.self_test()
+            if due is None or not idle or self._idle_s < self._quiet_s:
+                continue
+            pair, name, test = due
+            if self._attempts.get(pair, 0) >= _ATTEMPTS:
+                continue
+            # Pairs that are gone do not come back under the same id.
+            while len(self._attempts) >= _MOST_PAIRS:
+                self._attempts.pop(next(iter(self._attempts)))
+            self._attempts[pair] = self._attempts.get(pair, 0) + 1
+            if await self._tested(name, test):
+                self._attempts[pair] = _ATTEMPTS
+
+    async def _tested(self, drafter: str, test: SelfTest) -> bool:
+        """Whether the test came to a result, which is then in the log."""
+        tokens = min(test.tokens, _MOST_TOKENS)
+        request = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=test.prompt_token_ids),
+            max_tokens=tokens,
+            sampling=SamplingParams(temperature=0),
+            ignore_eos=True,
+            priority=PRIORITY_BATCH,
+            speculation=pb.Speculation(
+                mode=pb.SPECULATION_MODE_FIXED, block_length=test.block_length
+            ),
+        )
+        try:
+            answer = await self._gateway.ask_itself(request, _TIME_S)
+        except (FlashduetError, TimeoutError) as error:
+            logger.info("self test of drafter %s was not finished: %s", drafter, error)
+            return False
+        report = answer.speculation
+        if report.drafted_rounds < _DRAFTED_SHARE * report.rounds:
+            logger.info("self test of drafter %s says nothing: drafts came too late", drafter)
+            return False
+        found, expected = report.acceptance_length, test.acceptance_length
+        if found < least(expected):
+            logger.warning(
+                "self test: drafter %s has an acceptance length of %.2f on its own prompt, where "
+                "%.2f is expected; it may have been trained for another target, another "
+                "quantization of it, or other layers (flashduet models inspect)",
+                drafter,
+                found,
+                expected,
+            )
+        else:
+            logger.info(
+                "self test: drafter %s has an acceptance length of %.2f, expected %.2f",
+                drafter,
+                found,
+                expected,
+            )
+        return True
+
+
+def least(expected: float) -> float:
+    """Below this an acceptance length has collapsed: half of what drafts are worth is gone."""
+    return 1 + (expected - 1) / 2

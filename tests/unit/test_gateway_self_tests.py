@@ -1,0 +1,121 @@
+"""A new pair is asked once for what its drafter promises, and a collapse is told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from flashduet.v1 import draft_pb2
+from gateway.self_tests import SelfTests, least
+from gateway.tokenization import Tokenizer
+from tests.unit.gateway_support import (
+    BLOCK_LENGTH,
+    ToyStack,
+    ask,
+    ids_of,
+    tokenizer_folder,
+    toy_stack,
+    until,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(tokenizer_folder(Path(tmp_path_factory.mktemp("tokenizer"))))
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("gateway.self_tests._POLL_S", 0.02)
+    caplog.set_level(logging.INFO)
+
+
+def promise(acceptance_length: float) -> draft_pb2.SelfTest:
+    return draft_pb2.SelfTest(
+        prompt_token_ids=ids_of("what is to be seen"),
+        tokens=40,
+        block_length=BLOCK_LENGTH,
+        acceptance_length=acceptance_length,
+    )
+
+
+@asynccontextmanager
+async def a_pair_under_test(tokenizer: Tokenizer, **draft: object) -> AsyncIterator[ToyStack]:
+    """A stack whose draft has these attributes, being tested."""
+    async with toy_stack(tokenizer) as stack:
+        await stack.kill_draft()
+        await stack.restart_draft(**draft)
+        tests = asyncio.create_task(SelfTests(stack.gateway, stack.router, quiet_s=0).run())
+        try:
+            yield stack
+        finally:
+            tests.cancel()
+            await stack.all_free()
+
+
+async def test_a_pair_that_keeps_its_promise_is_tested_once(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with a_pair_under_test(tokenizer, self_test=promise(4.0)) as stack:
+        await until(lambda: "self test: drafter toy-drafter has" in caplog.text)
+        proposals = stack.draft.proposals
+        assert proposals
+        await asyncio.sleep(0.2)
+        assert stack.draft.proposals == proposals
+        assert stack.gateway.counts.completed == 0, "it is nobody's request"
+    assert "expected 4.00" in caplog.text
+    assert "is expected" not in caplog.text
+
+
+async def test_a_collapse_is_told_with_what_may_be_the_cause(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with a_pair_under_test(tokenizer, self_test=promise(4.0), wrong_every=1):
+        await until(lambda: "another quantization" in caplog.text)
+    assert "1.00 on its own prompt, where 4.00 is expected" in caplog.text
+
+
+async def test_a_draft_without_a_promise_is_left_alone(tokenizer: Tokenizer) -> None:
+    async with a_pair_under_test(tokenizer) as stack:
+        await asyncio.sleep(0.3)
+        assert stack.draft.proposals == 0
+
+
+async def test_no_test_while_others_ask(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with toy_stack(tokenizer) as stack:
+        await stack.kill_draft()
+        await stack.restart_draft(self_test=promise(4.0))
+        stack.draft.may_answer.clear()
+        busy = asyncio.create_task(stack.generate(ask(ids_of("hello"))))
+        await until(lambda: stack.gateway.counts.active == 1)
+        tests = asyncio.create_task(SelfTests(stack.gateway, stack.router, quiet_s=0).run())
+        await asyncio.sleep(0.3)
+        assert len(stack.target.sessions) == 1
+        stack.draft.may_answer.set()
+        await busy
+        await until(lambda: "self test: drafter" in caplog.text)
+        tests.cancel()
+        await stack.all_free()
+
+
+async def test_late_drafts_say_nothing_and_it_is_tried_three_times(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with a_pair_under_test(tokenizer, self_test=promise(4.0), refuses_opens=True) as stack:
+        await until(lambda: caplog.text.count("says nothing") == 3)
+        await asyncio.sleep(0.2)
+        assert caplog.text.count("says nothing") == 3
+        assert "expected" not in caplog.text
+        assert stack.draft.proposals == 0
+
+
+def test_half_of_what_drafts_are_worth_is_a_collapse() -> None:
+    assert least(1.6) == pytest.approx(1.3)
+    assert least(1.0) == 1.0
