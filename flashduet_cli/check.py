@@ -74,7 +74,8 @@ def lossless(
     """Compare token ids with drafting on, with drafting off, and from Transformers itself.
 
     Starts its own stack. Exits with 1 on any difference that is not a near-tie, which is one whose
-    top-2 gap, recomputed in float64, is within twice the rounding error measured there.
+    top-2 gap, recomputed in float64, is within twice the rounding error measured there. No
+    penalties or logit bias are asked for: a near-tie under them could not be told.
     """
     try:
         sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
@@ -117,7 +118,7 @@ def lossless(
 
 async def _lossless(settings: CheckSettings, reports: list[Report]) -> None:
     """Run the check; its report is put into `reports` first, to outlive an interruption."""
-    from flashduet_cli.lossless.prompts import read_prompts
+    from flashduet_cli.prompt_file import read_prompts
 
     folder = await pull_in_thread(settings.config.model_reference)
     prompts = await asyncio.to_thread(read_prompts, settings.prompts_file, folder, settings.limit)

@@ -86,10 +86,10 @@ def evaluate(
 async def _evaluate(
     config: StackConfig, file: Path, limit: int | None, **settings: Any
 ) -> dict[str, Any]:
-    from flashduet_cli.evaluation.prompts import read_prompts
+    from flashduet_cli.prompt_file import read_prompts
 
     folder = await pull_in_thread(config.model_reference)
-    prompts = await asyncio.to_thread(read_prompts, file, folder, limit)
+    prompts = await asyncio.to_thread(read_prompts, file, folder, limit_each=limit)
     total = len(prompts) * len(settings["temperatures"])
     done = 0
 

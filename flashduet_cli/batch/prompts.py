@@ -9,6 +9,7 @@ from typing import Any
 
 from flashduet.client import Message
 from flashduet.errors import ConfigurationError
+from flashduet_cli.prompt_file import numbered_lines
 
 _FORMS = '"prompt": "...", "turns": ["...", ...] or "messages": [{"role": ..., "content": ...}]'
 
@@ -36,17 +37,8 @@ def read_prompts(file: Path) -> list[BatchPrompt]:
         ConfigurationError: the file cannot be read, or names the line that is not what it should
             be.
     """
-    try:
-        # Not splitlines: JSON strings may hold U+2028 and other ends of lines as they are.
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise ConfigurationError(f"--file {file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(f"--file {file}: not UTF-8 ({error})") from error
     prompts: dict[str, BatchPrompt] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in numbered_lines(file, "--file"):
         try:
             prompt = _prompt(json.loads(line), number)
         except (ValueError, RecursionError) as error:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashduet_cli.lossless.prompts import CheckPrompt, read_prompts
+from flashduet_cli.prompt_file import read_prompts
 
 _QUESTIONS = (
     "Explain {} to a curious child, with one example from daily life.",
@@ -52,8 +52,7 @@ def load_prompts(file: Path | None, model_folder: Path) -> Prompts:
             chat template.
     """
     if file is not None:
-        found: Sequence[CheckPrompt] = read_prompts(file, model_folder, None)
-        return Prompts([prompt.token_ids for prompt in found])
+        return Prompts([prompt.token_ids for prompt in read_prompts(file, model_folder)])
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)

@@ -20,7 +20,7 @@ from flashduet.sampling.params import Sampling
 from flashduet_cli.evaluation.figures import Answered, by_category, figures, tau_of
 from flashduet_cli.evaluation.lookup import lookup_rounds
 from flashduet_cli.evaluation.loops import loops
-from flashduet_cli.evaluation.prompts import EvalPrompt
+from flashduet_cli.prompt_file import FilePrompt
 from flashduet_cli.reach import started
 from flashduet_cli.stack_config import StackConfig
 
@@ -68,7 +68,7 @@ class Evaluation:
     """Answers every prompt at every temperature."""
 
     def __init__(
-        self, settings: EvalSettings, prompts: Sequence[EvalPrompt], on_answer: OnAnswer
+        self, settings: EvalSettings, prompts: Sequence[FilePrompt], on_answer: OnAnswer
     ) -> None:
         self._settings, self._prompts, self._on_answer = settings, prompts, on_answer
         self.answers: dict[float, list[Answered]] = {}
@@ -110,7 +110,7 @@ class Evaluation:
     async def _answer_all(self, client: AsyncClient, temperature: float) -> list[Answered]:
         room = asyncio.Semaphore(self._settings.concurrency)
 
-        async def one(prompt: EvalPrompt) -> Answered:
+        async def one(prompt: FilePrompt) -> Answered:
             async with room:
                 answered = await self._ask(client, prompt, temperature)
                 self._on_answer(f"T={temperature:g}")
@@ -120,7 +120,7 @@ class Evaluation:
             tasks = [group.create_task(one(prompt)) for prompt in self._prompts]
         return [task.result() for task in tasks]
 
-    async def _ask(self, client: AsyncClient, prompt: EvalPrompt, temperature: float) -> Answered:
+    async def _ask(self, client: AsyncClient, prompt: FilePrompt, temperature: float) -> Answered:
         stream = client.generate(
             prompt.token_ids,
             max_tokens=self._settings.max_tokens,

@@ -26,9 +26,9 @@ from flashduet_cli.lossless.modes import (
     Mode,
     service_modes,
 )
-from flashduet_cli.lossless.prompts import CheckPrompt
 from flashduet_cli.lossless.random_drafter import write_random_drafter
 from flashduet_cli.lossless.report import Answer, Difference, Report, first_difference
+from flashduet_cli.prompt_file import FilePrompt
 from flashduet_cli.reach import started
 from flashduet_cli.stack_config import StackConfig
 
@@ -89,7 +89,7 @@ class Check:
         self,
         settings: CheckSettings,
         model_folder: Path,
-        prompts: Sequence[CheckPrompt],
+        prompts: Sequence[FilePrompt],
         on_answer: OnAnswer,
     ) -> None:
         self._settings = settings
@@ -130,7 +130,7 @@ class Check:
             for mode in modes:
                 self._take(mode, prompt, await self._ask(client, mode, prompt))
 
-    async def _ask(self, client: AsyncClient, mode: Mode, prompt: CheckPrompt) -> Answer:
+    async def _ask(self, client: AsyncClient, mode: Mode, prompt: FilePrompt) -> Answer:
         asked: Prompt = prompt.text if mode.as_chat else prompt.token_ids
         generation = await client.generate(
             asked,
@@ -155,7 +155,7 @@ class Check:
             )
             self._take(BY_TRANSFORMERS, prompt, Answer(tuple(tokens)))
 
-    def _take(self, mode: Mode, prompt: CheckPrompt, answer: Answer) -> None:
+    def _take(self, mode: Mode, prompt: FilePrompt, answer: Answer) -> None:
         answers = self.report.answers.setdefault(mode.name, {})
         answers[prompt.id] = answer
         self.report.seconds = time.monotonic() - self._began
@@ -182,7 +182,7 @@ class Check:
                 (self.report.near_ties if near_tie else self.report.differences).append(difference)
         self.report.seconds = time.monotonic() - self._began
 
-    async def _difference(self, prompt: CheckPrompt, mode: str, position: int) -> Difference:
+    async def _difference(self, prompt: FilePrompt, mode: str, position: int) -> Difference:
         from flashduet_cli.lossless.near_tie import Judgement, judge
 
         ours = self.report.answers[BASE][prompt.id].token_ids

@@ -11,9 +11,9 @@ from flashduet.errors import FlashduetError
 from flashduet.sampling.params import Sampling
 from flashduet.v1 import gateway_pb2 as pb
 from flashduet_cli.lossless import run as lossless_run
-from flashduet_cli.lossless.prompts import read_prompts
 from flashduet_cli.lossless.reference import Reference
 from flashduet_cli.lossless.run import Check, CheckSettings
+from flashduet_cli.prompt_file import read_prompts
 from flashduet_cli.stack_config import StackConfig
 from tests.support.scripted_gateway import ScriptedGateway, scripted_gateway
 from tests.support.tiny import tiny_target
@@ -64,7 +64,7 @@ def checked(target, tmp_path, monkeypatch):
     """`checked(spoil=...)` runs a check of one prompt and returns its report."""
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"id": "p", "turns": ["hello there"]}))
-    prompts = read_prompts(file, target, None)
+    prompts = read_prompts(file, target)
     ids = list(prompts[0].token_ids)
     services = Services(target)
     services.prompt_ids, services.prompt_tokens = ids, len(ids)

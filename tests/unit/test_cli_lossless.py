@@ -13,10 +13,10 @@ from flashduet.sampling.choose import choose_tokens
 from flashduet.sampling.noise import gumbel
 from flashduet.sampling.params import Sampling
 from flashduet_cli.lossless.near_tie import Judgement, judge
-from flashduet_cli.lossless.prompts import read_prompts
 from flashduet_cli.lossless.random_drafter import write_random_drafter
 from flashduet_cli.lossless.reference import Reference
 from flashduet_cli.lossless.report import Answer, Difference, Report, first_difference
+from flashduet_cli.prompt_file import read_prompts
 from tests.support.tiny import tiny_drafter, tiny_target
 
 GREEDY = Sampling()
@@ -169,18 +169,18 @@ def test_prompts_are_first_turns_through_the_chat_template(target, tmp_path):
     lines = [{"id": "a/1", "turns": ["hello", "more"]}, {"id": "b", "turns": ["x\u2028y"]}]
     texts = [json.dumps(line, ensure_ascii=False) for line in lines]
     file.write_text("\n".join(texts) + "\n\n", encoding="utf-8")
-    first, second = read_prompts(file, target, None)
+    first, second = read_prompts(file, target)
     assert (first.id, first.text, second.text) == ("a/1", "hello", "x\u2028y")
     assert first.token_ids[0] == 1, "the template opens with <|im_start|>"
     assert len(read_prompts(file, target, 1)) == 1
     file.write_text('{"id": "a"}\n')
     with pytest.raises(ConfigurationError, match="line 1"):
-        read_prompts(file, target, None)
+        read_prompts(file, target)
     file.write_text("")
     with pytest.raises(ConfigurationError, match="no prompts"):
-        read_prompts(file, target, None)
+        read_prompts(file, target)
     with pytest.raises(ConfigurationError, match="nowhere"):
-        read_prompts(tmp_path / "nowhere", target, None)
+        read_prompts(tmp_path / "nowhere", target)
 
 
 def test_a_random_drafter_has_the_same_shapes_and_other_weights(target, tmp_path):

@@ -18,7 +18,7 @@ from flashduet_cli.evaluation.figures import (
 )
 from flashduet_cli.evaluation.lookup import lookup_rounds
 from flashduet_cli.evaluation.loops import loops, repeated_share
-from flashduet_cli.evaluation.prompts import _lines
+from flashduet_cli.prompt_file import first_turns
 
 
 def answered(category: str, rounds: list[int], tokens: list[int] | None = None) -> Answered:
@@ -81,4 +81,4 @@ def test_a_bad_line_of_prompts_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"id": "a", "turns": ["x"]}\n' + line + "\n")
     with pytest.raises(ConfigurationError, match="line 2"):
-        _lines(file)
+        first_turns(file)
