@@ -86,3 +86,14 @@ def numbers(value: str, option: str) -> list[int]:
         return [int(part) for part in value.split(",") if part.strip()]
     except ValueError:
         fail(f"{option}: {value!r} given, a comma-separated list of whole numbers expected", 2)
+
+
+def temperatures(value: str) -> list[float]:
+    """A comma-separated list of temperatures, each of them once."""
+    try:
+        found = [float(part) for part in value.split(",") if part.strip()]
+    except ValueError:
+        fail(f"--temperatures: {value!r} is not a comma-separated list of numbers", 2)
+    if not found or any(not 0 <= temperature <= 2 for temperature in found):
+        fail(f"--temperatures: {value!r} given, numbers from 0 to 2 expected", 2)
+    return list(dict.fromkeys(found))

@@ -42,9 +42,10 @@ def sampling(
     as_json: options.AsJson = False,
 ) -> None:
     """Tokens a round at all positions: position-keyed noise, rejection sampling, greedy drafts."""
+    wanted = options.temperatures(temperatures)
     with options.reported():
         study = _open(target, drafter, out, sequences, answer_length, threads)
-        found = {t: study.sampling(t) for t in (float(part) for part in temperatures.split(","))}
+        found = {temperature: study.sampling(temperature) for temperature in wanted}
     if as_json:
         typer.echo(json.dumps({"tokens_a_round": {f"{t:g}": row for t, row in found.items()}}))
         return

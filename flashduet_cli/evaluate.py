@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from drafter_training.cli_options import temperatures as parsed_temperatures
 from flashduet.settings import DtypeChoice
 from flashduet_cli import options
 from flashduet_cli.console import err, fail, note, out, print_json, run
@@ -70,7 +71,7 @@ def evaluate(
             limit,
             dtype=dtype,
             max_tokens=max_tokens,
-            temperatures=_temperatures(temperatures),
+            temperatures=parsed_temperatures(temperatures),
             seed=seed or 0,
             block_length=block_length,
             concurrency=concurrency,
@@ -103,16 +104,6 @@ async def _evaluate(
         EvalSettings(config=config, model_folder=folder, **settings), prompts, answered
     )
     return await evaluation.run()
-
-
-def _temperatures(value: str) -> list[float]:
-    try:
-        found = [float(part) for part in value.split(",") if part.strip()]
-    except ValueError:
-        fail(f"--temperatures: {value!r} is not a comma-separated list of numbers", 2)
-    if not found or any(not 0 <= temperature <= 2 for temperature in found):
-        fail(f"--temperatures: {value!r} given, numbers from 0 to 2 expected", 2)
-    return list(dict.fromkeys(found))
 
 
 def _print(report: Mapping[str, Any]) -> None:

@@ -87,6 +87,12 @@ def test_studies_tell_how_drafts_would_be_taken(root: Path) -> None:
     assert slots["tau_by_drafts_kept"]["3"] == slots["tau_by_drafts_kept"]["0"]
 
 
+@pytest.mark.parametrize("value", ["x", "0,3", ","])
+def test_temperatures_that_are_none_are_refused_by_their_option(value: str) -> None:
+    refused = invoke("study", "sampling", "--temperatures", value, expect=2)
+    assert "--temperatures" in refused.output
+
+
 def test_a_shortlist_is_chosen_by_counts_and_written(root: Path) -> None:
     run = ("run", *common(root), "--data", root / "data", "--name", "listed", "--epochs", 0.5)
     drafter = Path(invoke(*run).stdout.strip())
