@@ -29,7 +29,7 @@ CAPABILITIES = ("rewind",)
 # A target says Hello and attaches at once; whoever does not is not one of ours.
 HANDSHAKE_S = 15.0
 # How often it is looked whether lent records have come back, while no chunk comes.
-RETURNS_S = 0.02
+RETURNS_S = 0.05
 
 log = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +34,11 @@ _RING_BYTES = 64 << 20
 _WINDOW = 8
 _TIMEOUT_S = 60.0
 _LARGEST_MESSAGE = 4096
-# Before a chunk's descriptor: its sequence, first row, rows, and whether it may be lent.
-_CHUNK = struct.Struct("<QII?")
+# Before a chunk's descriptor: its sequence, first row, rows, whether it may be lent, and whether
+# the consumer is to stay awake for the next.
+_CHUNK = struct.Struct("<QII??")
+# Longer than a chunk takes.
+_AWAKE_S = 200e-6
 # An answer: the chunk's sequence, whether it is lent, and then those that are not any more.
 _ACK = struct.Struct("<Q?")
 _RELEASED = struct.Struct("<Q")
@@ -47,7 +51,7 @@ class Producer:
         """Make the tensor [rows, width] bfloat16, the ring and the consumer."""
         torch.set_num_threads(1)
         self._features = torch.randn(rows, width).bfloat16()
-        self._chunk_rows = chunk_rows
+        self._chunks = self._features.split(chunk_rows)
         self._sequence = 0
         self._folder = tempfile.TemporaryDirectory(prefix="flashduet-")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -79,13 +83,15 @@ class Producer:
             times.append(time.perf_counter() - started)
         return times[2:]
 
-    def send(self, repeats: int, lend: bool = True) -> list[float]:
+    def send(self, repeats: int, lend: bool = True, awake: bool = True) -> list[float]:
         """Seconds from this process's tensor to tensors that the other owns, acknowledged.
 
         Args:
             lend: as the services do it; else the consumer copies every chunk out of the ring.
+            awake: the consumer looks for the next chunk for a moment before it sleeps, so that
+                few descriptors have to wake it.
         """
-        self._lend = lend
+        self._lend, self._awake = lend, awake
         for _ in range(2):
             self._send_all()
         times = []
@@ -104,18 +110,18 @@ class Producer:
         return status
 
     def _send_all(self) -> None:
-        outstanding = 0
-        for base in range(0, len(self._features), self._chunk_rows):
+        outstanding = base = 0
+        for chunk in self._chunks:
             if outstanding == _WINDOW:
                 self._take_ack()
                 outstanding -= 1
-            chunk = self._features[base : base + self._chunk_rows]
             payload = self._sender.put(self._sequence, _SESSION, 0, base, chunk)
             assert payload is not None, "the ring is full"
-            head = _CHUNK.pack(self._sequence, base, len(chunk), self._lend)
+            head = _CHUNK.pack(self._sequence, base, len(chunk), self._lend, self._awake)
             _send(self._socket, head + payload.SerializeToString())
             self._sequence += 1
             outstanding += 1
+            base += len(chunk)
         for _ in range(outstanding):
             self._take_ack()
 
@@ -136,9 +142,10 @@ def consume(folder: str, instance: bytes, descriptor: int) -> None:
     options = TransportOptions("memfd", "cpu", Path(folder), _RING_BYTES)
     receiver = asyncio.run(_open_receiver(peer, instance, options))
     taken: dict[int, torch.Tensor] = {}
+    awake = False
     with peer:
-        while message := _receive(peer):
-            sequence, base, rows, lend = _CHUNK.unpack_from(message)
+        while message := (_look_for(peer) if awake else None) or _receive(peer):
+            sequence, base, rows, lend, awake = _CHUNK.unpack_from(message)
             payload = pb.TensorPayload.FromString(message[_CHUNK.size :])
             described = (_SESSION, 0, base, rows, payload.shape[1], payload)
             loan = receiver.lend(sequence, *described) if lend else None
@@ -160,6 +167,15 @@ async def _open_receiver(peer: socket.socket, instance: bytes, options: Transpor
 
 def _send(peer: socket.socket, message: bytes) -> None:
     peer.sendall(message)
+
+
+def _look_for(peer: socket.socket) -> bytes | None:
+    """A message that comes soon, or None."""
+    end = time.perf_counter() + _AWAKE_S
+    while time.perf_counter() < end:
+        with suppress(BlockingIOError):
+            return peer.recv(_LARGEST_MESSAGE, socket.MSG_DONTWAIT)
+    return None
 
 
 def _receive(peer: socket.socket) -> bytes:

@@ -17,8 +17,8 @@ import torch
 
 from flashduet.transport.tensors import TensorLayout
 
-# Smaller chunks are copied: that costs less than another message about them.
-LEAST_LENT_BYTES = 256 << 10
+# Smaller chunks are copied: that takes less time than another message about them.
+LEAST_LENT_BYTES = 1 << 20
 # At most this share of a ring is lent.
 LENT_SHARE = 4
 
@@ -33,8 +33,10 @@ class Loans:
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
         self._sizes: dict[int, int] = {}
-        # Filled by finalizers, which run in any thread and in the middle of anything: appending is
-        # one step of the interpreter and needs no lock.
+        # What tells of a loan's end; kept here until it has.
+        self._watches: dict[int, weakref.ref[npt.NDArray[np.uint8]]] = {}
+        # Filled by these, in any thread and in the middle of anything: appending is one step of the
+        # interpreter and needs no lock.
         self._ended: deque[int] = deque()
 
     @property
@@ -53,12 +55,13 @@ class Loans:
     ) -> torch.Tensor:
         """A tensor over `memory`, to which nothing else refers: the loan ends with its views."""
         self._sizes[sequence] = memory.nbytes
-        weakref.finalize(memory, self._ended.append, sequence).atexit = False
+        ended = self._ended
+        self._watches[sequence] = weakref.ref(memory, lambda _: ended.append(sequence))
         return torch.from_numpy(memory).view(layout.dtype).view(layout.rows, layout.width)
 
     def collect(self) -> list[int]:
         """Sequences of the loans that have ended since the last call."""
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
         for sequence in ended:
-            del self._sizes[sequence]
+            del self._sizes[sequence], self._watches[sequence]
         return ended

@@ -238,7 +238,8 @@ async def transport(bench: Workbench) -> Measured:
     rows, chunk_rows = 2048, 512
     await probe.ask("start", rows=rows, width=width, chunk_rows=chunk_rows)
     repeats = settings.count(30, 5)
-    ratios, copies, sends, copied = [], [], [], []
+    ratios, copies, sends = [], [], []
+    copied, asleep = [], []
     try:
         for _ in range(settings.count(8, 2)):
             copy = statistics.percentile(await probe.ask("memcpy", repeats=repeats), 50)
@@ -248,6 +249,9 @@ async def transport(bench: Workbench) -> Measured:
             # What it costs a draft that has as much of the ring lent as it may.
             without = await probe.ask("send", repeats=repeats, lend=False)
             copied.append(statistics.percentile(without, 50))
+            # And where every descriptor has to wake it.
+            slept = await probe.ask("send", repeats=repeats, awake=False)
+            asleep.append(statistics.percentile(slept, 50))
             ratios.append(copy / send)
     finally:
         await probe.ask("stop")
@@ -261,5 +265,6 @@ async def transport(bench: Workbench) -> Measured:
             "memcpy ms": [round(value * 1e3, 4) for value in copies],
             "memfd ms": [round(value * 1e3, 4) for value in sends],
             "memfd ms, copied out": [round(value * 1e3, 4) for value in copied],
+            "memfd ms, reader asleep": [round(value * 1e3, 4) for value in asleep],
         },
     )
