@@ -12,8 +12,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from flashduet.errors import TransportError
+from flashduet.transport import loans
 from flashduet.transport.negotiation import Receivers, open_sender
 from flashduet.v1 import common_pb2 as pb
 from flashduet.v1 import draft_pb2
@@ -78,7 +80,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "meet"
 
 
-async def test_a_killed_target_leaves_whole_chunks_and_a_new_one_can_attach(folder: Path) -> None:
+async def test_a_killed_target_leaves_whole_chunks_and_a_new_one_can_attach(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loans, "LEAST_LENT_BYTES", 1)
     instance = secrets.token_bytes(16)
     draft = Receivers(instance, options(str(folder)))
     await draft.start()
@@ -95,6 +100,7 @@ async def test_a_killed_target_leaves_whole_chunks_and_a_new_one_can_attach(fold
                 assert bool((taken == chunk(sequence)).all())
                 target.tell(str(sequence))
             unread = await target.line()
+            lent = receiver.lend(40, SESSION, 0, 40 * ROWS, ROWS, WIDTH, payload_of(unread))
             await target.kill()
             # What it had published before it died is still there and whole.
             taken = receiver.take(SESSION, 0, 40 * ROWS, ROWS, WIDTH, payload_of(unread))
@@ -104,6 +110,12 @@ async def test_a_killed_target_leaves_whole_chunks_and_a_new_one_can_attach(fold
             assert held() == (1, 1)
             receiver.close()
         assert draft.rings == 0
+        # What was lent lasts as long as somebody looks at it.
+        assert held() == (1, 1)
+        assert lent is not None
+        assert lent.intact()
+        assert torch.equal(lent.features, chunk(40))
+        del lent
         assert held() == (0, 0)
     await draft.close()
     assert os.listdir(folder) == []
