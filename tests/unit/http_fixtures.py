@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 
 from gateway.tokenization import Tokenizer
-from tests.unit.gateway_support import tokenizer_folder
 from tests.unit.http_support import Http, serve_http
+from tests.unit.toy_model import tokenizer_folder
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,8 @@ from gateway.http import HttpServer, create_app
 from gateway.settings import GatewaySettings
 from gateway.tokenization import Tokenizer
 from tests.support.tiny import IM_END
-from tests.unit.gateway_support import ToyStack, ids_of, toy_stack
+from tests.unit.toy_model import ids_of
+from tests.unit.toy_stack import ToyStack, toy_stack
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"

@@ -15,7 +15,7 @@ from gateway.request import Priority, Speculation, SpeculationMode
 from gateway.router import ServedModel
 from gateway.tokenization import Tokenizer
 from tests.support.tiny import IM_END
-from tests.unit.gateway_support import tokenizer_folder
+from tests.unit.toy_model import tokenizer_folder
 
 SERVED = ServedModel(
     name="toy",

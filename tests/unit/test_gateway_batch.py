@@ -12,15 +12,8 @@ from flashduet.v1 import gateway_pb2 as pb
 from flashduet.v1.common_pb2 import PRIORITY_BATCH, PRIORITY_INTERACTIVE
 from gateway.tokenization import Tokenizer
 from tests.support.tiny import IM_END
-from tests.unit.gateway_support import (
-    GeneratedAnswer,
-    ToyStack,
-    ask,
-    ids_of,
-    plain_answer,
-    tokenizer_folder,
-    toy_stack,
-)
+from tests.unit.toy_model import ids_of, plain_answer, tokenizer_folder
+from tests.unit.toy_stack import GeneratedAnswer, ToyStack, ask, toy_stack
 
 PROMPT = ids_of("hello")
 EXPECTED = plain_answer(PROMPT, 40)

@@ -17,16 +17,8 @@ from flashduet.v1 import gateway_pb2 as pb
 from flashduet.v1.common_pb2 import PRIORITY_BATCH, PRIORITY_INTERACTIVE, SamplingParams
 from gateway.tokenization import Tokenizer
 from tests.support.tiny import IM_END
-from tests.unit.gateway_support import (
-    FOR_EVER_S,
-    ToyStack,
-    ask,
-    ids_of,
-    plain_answer,
-    tokenizer_folder,
-    toy_stack,
-    until,
-)
+from tests.unit.toy_model import ids_of, plain_answer, tokenizer_folder
+from tests.unit.toy_stack import FOR_EVER_S, ToyStack, ask, toy_stack, until
 
 PROMPT = ids_of("hello")
 SEED = 2**64 - 5

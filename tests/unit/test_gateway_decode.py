@@ -23,16 +23,14 @@ from gateway import draft_link
 from gateway.target_client import TargetReplica
 from gateway.tokenization import Tokenizer
 from tests.support.tiny import IM_END
-from tests.unit.gateway_support import (
-    BLOCK_LENGTH,
+from tests.unit.toy_draft import BLOCK_LENGTH
+from tests.unit.toy_model import ids_of, plain_answer, tokenizer_folder
+from tests.unit.toy_stack import (
     FOR_EVER_S,
     WAIT_S,
     GeneratedAnswer,
     ToyStack,
     ask,
-    ids_of,
-    plain_answer,
-    tokenizer_folder,
     toy_stack,
     until,
 )

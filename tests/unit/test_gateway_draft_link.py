@@ -9,14 +9,8 @@ from pathlib import Path
 import pytest
 
 from gateway.tokenization import Tokenizer
-from tests.unit.gateway_support import (
-    ask,
-    ids_of,
-    plain_answer,
-    tokenizer_folder,
-    toy_stack,
-    until,
-)
+from tests.unit.toy_model import ids_of, plain_answer, tokenizer_folder
+from tests.unit.toy_stack import ask, toy_stack, until
 
 PROMPT = ids_of("hello")
 

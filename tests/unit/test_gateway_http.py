@@ -7,8 +7,9 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gateway.tokenization import GenerationDefaults
-from tests.unit.gateway_support import ids_of, plain_answer, until
 from tests.unit.http_support import HELLO, Http, pieces
+from tests.unit.toy_model import ids_of, plain_answer
+from tests.unit.toy_stack import until
 
 pytest_plugins = ["tests.unit.http_fixtures"]
 

@@ -15,8 +15,8 @@ from flashduet.errors import Overloaded
 from gateway.answer import Answer
 from gateway.http.protocol import BoundedHeadProtocol
 from gateway.tokenization import Tokenizer
-from tests.unit.gateway_support import FOR_EVER_S, WAIT_S, until
 from tests.unit.http_support import CHAT, COMPLETIONS, HELLO, Http, events, pieces, serve_http
+from tests.unit.toy_stack import FOR_EVER_S, WAIT_S, until
 
 pytest_plugins = ["tests.unit.http_fixtures"]
 

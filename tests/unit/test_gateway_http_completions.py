@@ -9,8 +9,9 @@ import pytest
 from openai.types import Completion
 
 from flashduet.errors import Overloaded
-from tests.unit.gateway_support import ids_of, plain_answer, until
 from tests.unit.http_support import Http, pieces, texts
+from tests.unit.toy_model import ids_of, plain_answer
+from tests.unit.toy_stack import until
 
 pytest_plugins = ["tests.unit.http_fixtures"]
 

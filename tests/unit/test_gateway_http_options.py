@@ -9,8 +9,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from flashduet.v1.common_pb2 import PRIORITY_BATCH
 from tests.support.tiny import IM_END, IM_START
-from tests.unit.gateway_support import ids_of, plain_answer
 from tests.unit.http_support import CHAT, HELLO, Http, pieces, texts
+from tests.unit.toy_model import ids_of, plain_answer
 
 pytest_plugins = ["tests.unit.http_fixtures"]
 

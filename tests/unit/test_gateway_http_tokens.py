@@ -11,8 +11,9 @@ from flashduet.errors import Overloaded
 from gateway.http.chat_request import ChatCompletionRequest
 from gateway.http.completion_request import CompletionRequest
 from gateway.tokenization import Tokenizer
-from tests.unit.gateway_support import CONTEXT_WINDOW, ask, ids_of, until
 from tests.unit.http_support import HELLO, Http, serve_http
+from tests.unit.toy_model import CONTEXT_WINDOW, ids_of
+from tests.unit.toy_stack import ask, until
 
 pytest_plugins = ["tests.unit.http_fixtures"]
 

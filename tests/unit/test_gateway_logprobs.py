@@ -12,15 +12,9 @@ import pytest_asyncio
 from flashduet.v1 import gateway_pb2 as pb
 from gateway.tokenization import Tokenizer
 from tests.support.tiny import IM_END, SPECIALS
-from tests.unit import gateway_support
-from tests.unit.gateway_support import (
-    GeneratedAnswer,
-    ToyStack,
-    ask,
-    ids_of,
-    tokenizer_folder,
-    toy_stack,
-)
+from tests.unit import toy_target
+from tests.unit.toy_model import ids_of, tokenizer_folder
+from tests.unit.toy_stack import GeneratedAnswer, ToyStack, ask, toy_stack
 
 PROMPT = ids_of("hello")
 
@@ -89,9 +83,9 @@ async def test_nobody_is_told_what_was_not_asked_for(stack: ToyStack) -> None:
 async def test_a_target_that_tells_of_other_tokens_is_at_fault(
     stack: ToyStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = gateway_support.toy_logprobs
+    whole = toy_target.toy_logprobs
     monkeypatch.setattr(
-        gateway_support, "toy_logprobs", lambda ids, top: whole([i + 1 for i in ids], top)
+        toy_target, "toy_logprobs", lambda ids, top: whole([i + 1 for i in ids], top)
     )
     with pytest.raises(grpc.RpcError) as caught:
         await stack.generate(ask(PROMPT, top_logprobs=1))

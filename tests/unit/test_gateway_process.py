@@ -20,18 +20,10 @@ from flashduet.healthcheck import Health, probe
 from flashduet.models import tokenizer_hash
 from flashduet.v1.gateway_pb2_grpc import GatewayServiceStub
 from flashduet_cli.ports import free_ports
-from tests.unit.gateway_support import (
-    GeneratedAnswer,
-    ToyDraft,
-    ToyTarget,
-    ask,
-    ids_of,
-    plain_answer,
-    serve_draft,
-    serve_target,
-    tokenizer_folder,
-    until,
-)
+from tests.unit.toy_draft import ToyDraft, serve_draft
+from tests.unit.toy_model import ids_of, plain_answer, tokenizer_folder
+from tests.unit.toy_stack import GeneratedAnswer, ask, until
+from tests.unit.toy_target import ToyTarget, serve_target
 
 # Loading a tokenizer in a process of its own, on a machine that may be busy.
 START_S = 300

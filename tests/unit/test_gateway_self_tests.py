@@ -13,15 +13,9 @@ import pytest
 from flashduet.v1 import draft_pb2
 from gateway.self_tests import SelfTests, least
 from gateway.tokenization import Tokenizer
-from tests.unit.gateway_support import (
-    BLOCK_LENGTH,
-    ToyStack,
-    ask,
-    ids_of,
-    tokenizer_folder,
-    toy_stack,
-    until,
-)
+from tests.unit.toy_draft import BLOCK_LENGTH
+from tests.unit.toy_model import ids_of, tokenizer_folder
+from tests.unit.toy_stack import ToyStack, ask, toy_stack, until
 
 
 @pytest.fixture(scope="module")

@@ -19,17 +19,8 @@ from gateway.answer import Answer
 from gateway.controller import BlockController
 from gateway.tally import Tally
 from gateway.tokenization import Tokenizer
-from tests.unit.gateway_support import (
-    CONTEXT_WINDOW,
-    FOR_EVER_S,
-    ToyStack,
-    ask,
-    ids_of,
-    plain_answer,
-    tokenizer_folder,
-    toy_stack,
-    until,
-)
+from tests.unit.toy_model import CONTEXT_WINDOW, ids_of, plain_answer, tokenizer_folder
+from tests.unit.toy_stack import FOR_EVER_S, ToyStack, ask, toy_stack, until
 
 PROMPT = ids_of("hello")
 

@@ -16,7 +16,7 @@ from flashduet.errors import CheckpointError, InvalidRequest
 from gateway.text import ByteDetokenizer, WindowDetokenizer
 from gateway.tokenization import ChatTurn, Tokenizer
 from tests.support.tiny import IM_END, tiny_tokenizer
-from tests.unit.gateway_support import tokenizer_folder
+from tests.unit.toy_model import tokenizer_folder
 
 TEXTS = [
     "Hello, world! How are you today?",

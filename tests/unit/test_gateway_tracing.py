@@ -14,7 +14,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from flashduet import telemetry
 from gateway.tokenization import Tokenizer
-from tests.unit.gateway_support import ToyStack, ask, ids_of, tokenizer_folder, toy_stack
+from tests.unit.toy_model import ids_of, tokenizer_folder
+from tests.unit.toy_stack import ToyStack, ask, toy_stack
 
 PROMPT = ids_of("hello")
 CLIENT_SPAN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -282,6 +282,30 @@ def test_a_record_has_no_generation_while_its_bytes_change(
     assert int(pair.buffer[:8].view(torch.int64)) == 7
 
 
+@pytest.mark.parametrize(("writes", "reads"), [(True, False), (False, True), (True, True)])
+def test_memory_that_only_torch_can_address_holds_the_same_records(
+    writes: bool, reads: bool
+) -> None:
+    """As on a GPU: every access is torch's own."""
+    buffer = torch.zeros(1 << 14, dtype=torch.uint8)
+    writer, reader = RecordMemory(buffer), RecordMemory(buffer)
+    for memory, far in ((writer, writes), (reader, reads)):
+        if far:
+            memory._host_bytes = memory._host_words = memory._host_view = None
+    sent = features_of()
+    header = RecordHeader(2**62 + 5, SESSION, 2**32 - 1, 7, TensorLayout(3, WIDTH, sent.dtype))
+    writer.write(64, header, sent, ())
+    assert torch.equal(reader.read(64, header, CPU), sent)
+    assert reader.holds(64, header)
+    assert (reader.lend(64, header) is None) is reads
+    other = RecordHeader(2**62 + 6, SESSION, 0, 7, header.layout)
+    writer.write(1024, other, sent, replaced=(64,))
+    assert not reader.holds(64, header)
+    with pytest.raises(TransportError) as refused:
+        reader.read(64, header, CPU)
+    assert refused.value.reason == "STALE_GENERATION"
+
+
 def test_a_full_ring_writes_nothing_and_has_room_after_a_release() -> None:
     pair = Pair(capacity=1024)
     sent = features_of(rows=9)
