@@ -77,7 +77,7 @@ def _load(settings: TargetSettings) -> tuple[LoadedTarget, Engine, Adoption | No
     target = load_target(settings)
     plan = plan_memory(settings, target)
     plan.print()
-    engine = Engine(target, plan.num_blocks, plan.block_tokens, settings.numerics)
+    engine = Engine(target, plan.num_blocks, plan.block_tokens, settings.numerics, plan.graph_bytes)
     engine.warm_up()
     adoption = adopt_or_plan(settings, target, engine)
     # What is there now stays: a collection that looks through a million objects of torch and

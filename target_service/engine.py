@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from flashduet.errors import CheckpointError
 from flashduet.kv.storage import KVStorage
@@ -23,9 +24,11 @@ from target_service.compiled.model import CompiledModel
 from target_service.features import FeatureCapture
 from target_service.flash_varlen import PAGE_TOKENS, varlen_function
 from target_service.forward import PackedModel
+from target_service.graphs import GraphedPasses, Recordable
 from target_service.invariance_trial import make_invariant
 from target_service.layout import Part, lay_out, rows_to_keep
 from target_service.load import LoadedTarget
+from target_service.recorder import CudaRecorder, Recorder
 from target_service.session import (
     ContextRows,
     Interval,
@@ -49,6 +52,7 @@ class Engine:
         target: taken over; its model is changed to run packed rows fast.
         num_blocks, block_tokens: of the store of keys and values, allocated here.
         numerics: with `batch_invariant`, `warm_up` makes results independent of the batch.
+        graph_bytes: what recorded passes may take on a GPU; 0 for none.
 
     Raises:
         CheckpointError: the model cannot be served; names its type and the reason.
@@ -60,6 +64,7 @@ class Engine:
         num_blocks: int,
         block_tokens: int,
         numerics: NumericsChoice = "fast",
+        graph_bytes: int = 0,
     ) -> None:
         self._numerics = numerics
         self._config = target.config
@@ -80,6 +85,7 @@ class Engine:
             )
         self.features = FeatureCapture(target.decoder, target.config.num_hidden_layers)
         self._offered: CompiledModel | None = None
+        self._graph_bytes = graph_bytes
 
     def offer(self, compiled: CompiledModel) -> None:
         """Go over to a compiled pass before the next step and let the model's weights go.
@@ -165,33 +171,67 @@ class Engine:
         """
         if self._numerics == "batch_invariant":
             make_invariant(self.packed, self.kv, self._config.vocab_size)
-        plain = self.packed.plain_logits
-        tokens = self.packed.probe_ids[0].tolist()
-        tokens = tokens[: self.kv.num_blocks * self.kv.block_tokens]
-        blocks = range(self.kv.num_blocks)
-        rows, start = [], 0
-        # A chunk, a single row and a block.
-        for count in (16, 1, len(tokens)):
-            part = tokens[start : start + count]
-            if part:
-                span = Span(blocks, start, part)
-                keep = torch.arange(len(part), device=self._device)
-                try:
-                    rows.append(self.packed.forward(self.kv, [span], keep))
-                except Exception as error:
-                    raise CheckpointError(
-                        f"model_type {self._config.model_type!r}: a packed pass failed: {error}"
-                    ) from error
-            start += count
-        packed = torch.cat(rows)
+        try:
+            packed = self._probe(self.packed.probe_ids)
+        except Exception as error:
+            raise CheckpointError(
+                f"model_type {self._config.model_type!r}: a packed pass failed: {error}"
+            ) from error
         choose_blocks(packed, [RowBlock(1, len(packed), Sampling(temperature=1.0))])
-        difference = relative_difference(packed, plain[: len(tokens)])
+        difference = relative_difference(packed, self.packed.plain_logits[: len(packed)])
         if not difference < LARGEST_DIFFERENCE[self._dtype]:
             raise CheckpointError(
                 f"model_type {self._config.model_type!r}: logits of packed passes and of a plain "
                 f"one differ by {difference:.0%}; the model does not use Transformers' attention "
                 "interface as it is meant"
             )
+        if self._graph_bytes and self._device.type == "cuda":
+            self.record_passes(CudaRecorder(self._device), self._graph_bytes)
+
+    @torch.inference_mode()
+    def record_passes(self, recorder: Recorder, budget: int) -> None:
+        """Run decoding passes from recordings, if those compute what the model does.
+
+        Uses the first blocks of the store, so it must run before any session does.
+
+        Args:
+            budget: bytes of the device's memory for recordings and what they work on.
+        """
+        packed = self.packed
+        if packed.varlen is None:
+            return
+        hidden_size = self._config.hidden_size
+        model = Recordable(
+            packed.call,
+            packed.layers,
+            self.kv,
+            self.features,
+            packed.varlen,
+            hidden_size,
+            packed.plain_logits,
+        )
+        packed.graphs = GraphedPasses(model, recorder, budget)
+        packed.graphs.warm_up()
+        # Once with other tokens, so that nothing but a repeated recording can give the right ones.
+        self._probe(packed.probe_ids.roll(1))
+        logits = self._probe(packed.probe_ids)
+        difference = relative_difference(logits, packed.plain_logits[: len(logits)])
+        if not difference < LARGEST_DIFFERENCE[self._dtype]:
+            packed.graphs.stop(f"logits of recorded passes differ by {difference:.0%}")
+
+    def _probe(self, ids: Tensor) -> Tensor:
+        """Logits [n, V] of ids [1, n], a throwaway sequence: a chunk, a single row and a block."""
+        tokens = ids[0].tolist()
+        tokens = tokens[: self.kv.num_blocks * self.kv.block_tokens]
+        blocks = range(self.kv.num_blocks)
+        rows, start = [], 0
+        for count in (16, 1, len(tokens)):
+            part = tokens[start : start + count]
+            if part:
+                keep = torch.arange(len(part), device=self._device)
+                rows.append(self.packed.forward(self.kv, [Span(blocks, start, part)], keep))
+            start += count
+        return torch.cat(rows)
 
     def _forget(self, span: Span) -> None:
         """Leave no bad numbers in blocks that another session may get: a masked position still

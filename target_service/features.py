@@ -6,7 +6,7 @@ pass whose session wants it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,11 @@ class FeatureCapture:
     def hooked_layer_ids(self) -> frozenset[int]:
         return frozenset(self._handles)
 
+    @property
+    def wanted(self) -> frozenset[int]:
+        """Layers whose states the current block keeps."""
+        return self._wanted
+
     def check(self, layer_ids: Sequence[int]) -> None:
         """Raises Incompatible where an id is not one of the target's layers."""
         depth = self._depth
@@ -52,19 +57,22 @@ class FeatureCapture:
 
     @contextmanager
     def recording(self, layer_ids: Collection[int]) -> Iterator[None]:
-        """Keep the states of these layers from the pass made inside the block."""
-        self._wanted = frozenset(layer_ids)
+        """Keep the states of these layers from the pass made inside the block.
+
+        A block inside another one keeps its own until it ends, and leaves none behind.
+        """
+        before, self._wanted = self._wanted, frozenset(layer_ids)
         if self._decoder is not None:
             for layer_id in self._wanted - self._handles.keys():
                 self._handles[layer_id] = self._hook(layer_id)
         try:
             yield
         finally:
-            self._wanted = frozenset()
+            self._wanted = before
             self._states.clear()
 
-    def take(self, states: Sequence[Tensor]) -> None:
-        """The outputs [1, n, hidden] of all layers in order, from a pass that no hook sees."""
+    def take(self, states: Sequence[Tensor] | Mapping[int, Tensor]) -> None:
+        """The outputs [1, n, hidden] by layer id, from a pass that no hook sees."""
         for layer_id in self._wanted:
             self._states[layer_id] = states[layer_id]
 

@@ -13,11 +13,12 @@ from torch import Tensor
 from flashduet.errors import CheckpointError
 from flashduet.kv.storage import KVStorage
 from flashduet.packed_linear import can_pack, pack_linears
-from target_service.attention import PACKED, running
+from target_service.attention import PACKED, AttentionPass, running
 from target_service.batching import Span, split
 from target_service.compiled.model import CompiledModel
 from target_service.fast_norm import swap_norms
 from target_service.flash_varlen import VarlenFunction
+from target_service.graphs import GraphedPasses
 from target_service.load import LoadedTarget
 from target_service.numerics import Invariance
 from target_service.packed import GatherRoom, PackedPass, Split
@@ -38,6 +39,7 @@ class PackedModel:
         layers: its attention layers.
         invariance: how passes are laid out where a result's bits must not depend on the pass.
         varlen: flash-attn's function, where it can be used.
+        graphs: passes that are recorded, where they are.
         plain_logits: [n, V] of the untouched model for `probe_ids` [1, n], to compare with.
 
     Raises:
@@ -52,6 +54,7 @@ class PackedModel:
         self._take_states: Callable[[Sequence[Tensor]], None] | None = None
         self.invariance: Invariance | None = None
         self.varlen: VarlenFunction | None = None
+        self.graphs: GraphedPasses | None = None
         accepted = inspect.signature(self.model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._takes_logits_to_keep = "logits_to_keep" in accepted
@@ -101,6 +104,26 @@ class PackedModel:
             if self._take_states is not None:
                 self._take_states(states)
             return logits
+        recorded = None if self.graphs is None else self.graphs.run(spans, keep)
+        logits = self._forward(kv, spans, keep) if recorded is None else recorded
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return logits
+
+    def call(
+        self, ids: Tensor, positions: Tensor, keep: Tensor, attention: AttentionPass
+    ) -> Tensor:
+        """The model over packed rows: ids and positions [1, n] to logits [k, V] of rows `keep`."""
+        arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+        if self._takes_positions:
+            arguments["position_ids"] = positions
+        if self._takes_logits_to_keep:
+            arguments["logits_to_keep"] = keep
+        with running(attention):
+            logits: Tensor = self.model(**arguments).logits[0]
+        return logits if self._takes_logits_to_keep else logits.index_select(0, keep)
+
+    def _forward(self, kv: KVStorage, spans: Sequence[Span], keep: Tensor) -> Tensor:
         wanted = len(keep)
         chosen_split: Split = split
         if self.invariance is not None:
@@ -108,23 +131,16 @@ class PackedModel:
             chosen_split = self.invariance.split
         ids = [token_id for span in spans for token_id in span.token_ids]
         positions = [position for span in spans for position in range(span.base, span.end)]
-        arguments: dict[str, Any] = {
-            "input_ids": torch.tensor([ids], device=self._device),
-            "use_cache": False,
-        }
-        if self._takes_positions:
-            arguments["position_ids"] = torch.tensor([positions], device=self._device)
-        if self._takes_logits_to_keep:
-            arguments["logits_to_keep"] = keep
         varlen = self.varlen if self.invariance is None else None
-        with running(PackedPass(self.layers, kv, spans, self._room, chosen_split, varlen)):
-            logits = self.model(**arguments).logits[0]
-        if not self._takes_logits_to_keep:
-            logits = logits.index_select(0, keep)
-        logits = logits[:wanted]
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return logits
+        attention = PackedPass(self.layers, kv, spans, self._room, chosen_split, varlen)
+        device = self._device
+        logits = self.call(
+            torch.tensor([ids], device=device),
+            torch.tensor([positions], device=device),
+            keep,
+            attention,
+        )
+        return logits[:wanted]
 
     def _run_plain(self) -> Tensor:
         return self.model(input_ids=self.probe_ids, use_cache=False).logits  # type: ignore[no-any-return]

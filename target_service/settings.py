@@ -57,5 +57,7 @@ class TargetSettings(ServiceSettings):
     # Run passes compiled, on CPUs in 16 bits: `auto` compiles in the background where that has not
     # been done before, `wait` before serving, `off` never.
     compile: CompileChoice = "auto"
+    # On GPUs with flash-attn, record decoding passes as CUDA graphs.
+    cuda_graphs: bool = True
     # Caps the model's own context window, tokens.
     context_window: int | None = Field(default=None, ge=2)

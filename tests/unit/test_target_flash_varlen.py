@@ -1,12 +1,9 @@
-"""The arguments for flash-attn's varlen function describe the pass, on a machine without it.
-
-A plain function of the same signature stands for the package's: it reads keys and values through
-the block table and the starts alone, so wrong arguments give wrong logits.
-"""
+"""The arguments for flash-attn's varlen function describe the pass, on a machine without it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,46 +11,16 @@ from torch import Tensor
 
 from target_service.batching import Span
 from target_service.flash_varlen import varlen_function
+from tests.support.varlen import reference_varlen
 from tests.unit.target_support import TinyTarget, load_tiny, prompt
 
 
-def reference_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    block_table: Tensor,
-) -> Tensor:
-    """What flash-attn documents, for causal attention: queries are the last of their sequence."""
-    assert causal
-    assert block_table.dtype == cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-    rows, lengths = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
-    assert (max(rows), max(lengths)) == (max_seqlen_q, max_seqlen_k)
-    outputs = []
-    for index, (count, length) in enumerate(zip(rows, lengths, strict=True)):
-        start = int(cu_seqlens_q[index])
-        blocks = block_table[index, : -(-length // k.shape[1])].long()
-        keys = k[blocks].flatten(0, 1)[:length].repeat_interleave(q.shape[1] // k.shape[2], 1)
-        values = v[blocks].flatten(0, 1)[:length].repeat_interleave(q.shape[1] // k.shape[2], 1)
-        scores = torch.einsum("qhd,khd->hqk", q[start : start + count], keys) * softmax_scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        own = torch.arange(length - count, length).unsqueeze(1)
-        other = torch.arange(length)
-        seen = other <= own
-        if window_size[0] >= 0:
-            seen &= other >= own - window_size[0]
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
-    return torch.cat(outputs)
+def exact_varlen(*tensors: Tensor, **arguments: Any) -> Tensor:
+    """The longest sequences are told as they are."""
+    for kind in ("q", "k"):
+        counts = arguments[f"cu_seqlens_{kind}"].diff()
+        assert int(counts.max()) == arguments[f"max_seqlen_{kind}"]
+    return reference_varlen(*tensors, **arguments)
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "gemma2", "gpt_oss"])
@@ -73,7 +40,7 @@ def test_a_mixed_pass_by_the_varlen_function(tiny: TinyTarget) -> None:
         spans.append(Span(session.table.block_ids, base, tokens[base:]))
         expected.append(tiny.reference(tokens).logits[0, base:])
     every = torch.arange(sum(rows for _, rows in lengths))
-    tiny.engine.packed.varlen = reference_varlen
+    tiny.engine.packed.varlen = exact_varlen
     with torch.inference_mode():
         got = tiny.engine.packed.forward(tiny.engine.kv, spans, every)
     tiny.engine.packed.varlen = None
