@@ -397,7 +397,7 @@ def test_a_writer_that_breaks_the_protocol_gives_an_error_and_never_a_torn_tenso
     thread.start()
     whole = replaced = 0
     reasons: set[str] = set()
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 240
     try:
         while (whole < 200 or replaced < 50) and time.monotonic() < give_up:
             value = latest[0]
