@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from flashduet.errors import ConfigurationError
+from target_service.batching import Span
 from target_service.compiled import build, runners
 from target_service.compiled.adoption import adopt_or_plan
 from target_service.compiled.model import CompiledModel
@@ -89,6 +90,25 @@ def test_passes_go_over_in_the_middle_of_a_session(
     assert tiny.engine.packed.model is None
     assert session.token_ids[:36] == expected
     assert torch.allclose(_features(tiny, expected[:1], layers), before, atol=1e-3)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("native")
+def test_a_native_pass_that_fails_leaves_the_next_one_alone(package: Path, tmp_path: Path) -> None:
+    tiny = load_tiny(tmp_path)
+    runner = NativeRunner(package, tiny.engine.packed.layers)
+    kv = tiny.engine.kv
+    inputs = [torch.tensor([[5, 6, 7]]), torch.tensor([[0, 1, 2]]), torch.arange(3)]
+    right = Span([1], 0, [5, 6, 7])
+    for wrong, told in (
+        (Span([1], 0, [5, 6, 7, 8]), "4 rows planned, 3 given"),
+        (Span([kv.num_blocks + 1], 0, [5, 6, 7]), "there is no block"),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=told):
+            runner.run(kv, [wrong], inputs)
+        logits = runner.run(kv, [right], inputs)[0]
+        expected = tiny.reference([5, 6, 7]).logits[0]
+        assert torch.allclose(logits, expected, atol=1e-4)
 
 
 @needs_compiler
