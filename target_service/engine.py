@@ -74,14 +74,14 @@ class Engine:
         self.kv = KVStorage(
             self.packed.layers.shapes, num_blocks, block_tokens, target.dtype, target.device
         )
-        self.packed.varlen = varlen_function(target.device, block_tokens)
+        self.packed.varlen = varlen_function(target.device, block_tokens, target.dtype)
         if target.device.type == "cuda":
             log.info(
                 "attention: %s",
                 "flash-attn varlen over the block table"
                 if self.packed.varlen is not None
-                else f"SDPA; for flash-attn install it and set FLASHDUET_TARGET_BLOCK_TOKENS to a "
-                f"multiple of {PAGE_TOKENS}",
+                else "SDPA; for flash-attn install it, serve in 16 bits and set "
+                f"FLASHDUET_TARGET_BLOCK_TOKENS to a multiple of {PAGE_TOKENS}",
             )
         self.features = FeatureCapture(target.decoder, target.config.num_hidden_layers)
         self._offered: CompiledModel | None = None

@@ -25,9 +25,11 @@ PAGE_TOKENS = 256
 VarlenFunction = Callable[..., Tensor]
 
 
-def varlen_function(device: torch.device, block_tokens: int) -> VarlenFunction | None:
-    """flash-attn's function, where it is installed and can read blocks of this size."""
-    if device.type != "cuda" or block_tokens % PAGE_TOKENS:
+def varlen_function(
+    device: torch.device, block_tokens: int, dtype: torch.dtype
+) -> VarlenFunction | None:
+    """flash-attn's function, where it is installed and can read blocks of this size and type."""
+    if device.type != "cuda" or block_tokens % PAGE_TOKENS or dtype.itemsize != 2:
         return None
     try:
         return importlib.import_module("flash_attn").flash_attn_varlen_func  # type: ignore[no-any-return]

@@ -72,7 +72,7 @@ class Recordable:
     logits: Tensor
 
 
-def obstacle(settings: TargetSettings, device: torch.device) -> str | None:
+def obstacle(settings: TargetSettings, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why passes are not recorded, if they are not; whether a model can be is found by trying."""
     if device.type != "cuda":
         return "there is no GPU"
@@ -80,9 +80,9 @@ def obstacle(settings: TargetSettings, device: torch.device) -> str | None:
         return "FLASHDUET_TARGET_CUDA_GRAPHS is off"
     if settings.numerics == "batch_invariant":
         return "batch_invariant lays passes out in its own way"
-    if varlen_function(device, settings.block_tokens) is None:
+    if varlen_function(device, settings.block_tokens, dtype) is None:
         return (
-            "only flash-attn's function keeps its shapes; install it and set "
+            "only flash-attn's function keeps its shapes; install it, serve in 16 bits and set "
             f"FLASHDUET_TARGET_BLOCK_TOKENS to a multiple of {PAGE_TOKENS}"
         )
     return None

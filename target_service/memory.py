@@ -70,7 +70,7 @@ def plan_memory(settings: TargetSettings, target: LoadedTarget) -> MemoryPlan:
     size = settings.block_tokens
     free = _free_bytes(target)
     graph_bytes = 0
-    if reason := obstacle(settings, target.device):
+    if reason := obstacle(settings, target.device, target.dtype):
         if target.device.type == "cuda":
             log.info("passes run without CUDA graphs: %s", reason)
     else:

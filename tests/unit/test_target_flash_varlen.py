@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,12 @@ def test_a_mixed_pass_by_the_varlen_function(tiny: TinyTarget) -> None:
     torch.testing.assert_close(got, torch.cat(expected), atol=1e-4, rtol=0)
 
 
-def test_it_is_for_cuda_and_for_pages_of_its_size(tmp_path: Path) -> None:
-    assert varlen_function(torch.device("cpu"), 256) is None
-    assert varlen_function(torch.device("cuda"), 16) is None
+def test_it_is_for_cuda_and_for_pages_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=max))
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert varlen_function(cuda, 256, torch.bfloat16) is max
+    assert varlen_function(cpu, 256, torch.bfloat16) is None
+    assert varlen_function(cuda, 16, torch.bfloat16) is None
+    assert varlen_function(cuda, 256, torch.float32) is None
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert varlen_function(cuda, 256, torch.bfloat16) is None
