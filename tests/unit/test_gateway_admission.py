@@ -17,6 +17,8 @@ from gateway.tokenization import Tokenizer
 from tests.support.tiny import IM_END
 from tests.unit.toy_model import tokenizer_folder
 
+pytest_plugins = ["tests.unit.gateway_fixtures"]
+
 SERVED = ServedModel(
     name="toy",
     vocab_size=320,
@@ -33,11 +35,6 @@ LIMITS = Limits(
     speculation=Speculation(SpeculationMode.AUTO, None),
     most_choices=4,
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(tokenizer_folder(Path(tmp_path_factory.mktemp("tokenizer"))))
 
 
 def request(**fields: object) -> pb.GenerateRequest:

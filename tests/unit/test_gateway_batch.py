@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
-import pytest
-import pytest_asyncio
-
 from flashduet.v1 import gateway_pb2 as pb
 from flashduet.v1.common_pb2 import PRIORITY_BATCH, PRIORITY_INTERACTIVE
-from gateway.tokenization import Tokenizer
 from tests.support.tiny import IM_END
-from tests.unit.toy_model import ids_of, plain_answer, tokenizer_folder
-from tests.unit.toy_stack import GeneratedAnswer, ToyStack, ask, toy_stack
+from tests.unit.toy_model import ids_of, plain_answer
+from tests.unit.toy_stack import GeneratedAnswer, ToyStack, ask
+
+pytest_plugins = ["tests.unit.gateway_fixtures"]
 
 PROMPT = ids_of("hello")
 EXPECTED = plain_answer(PROMPT, 40)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(tokenizer_folder(Path(tmp_path_factory.mktemp("tokenizer"))))
-
-
-@pytest_asyncio.fixture
-async def stack(tokenizer: Tokenizer) -> AsyncIterator[ToyStack]:
-    async with toy_stack(tokenizer) as running:
-        yield running
 
 
 async def batch(stack: ToyStack, **fields: object) -> GeneratedAnswer:

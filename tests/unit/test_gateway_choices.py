@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import grpc
 import pytest
-import pytest_asyncio
 
 from flashduet.errors import Overloaded, Unavailable
 from flashduet.rpc import from_rpc_error
@@ -17,23 +14,14 @@ from flashduet.v1 import gateway_pb2 as pb
 from flashduet.v1.common_pb2 import PRIORITY_BATCH, PRIORITY_INTERACTIVE, SamplingParams
 from gateway.tokenization import Tokenizer
 from tests.support.tiny import IM_END
-from tests.unit.toy_model import ids_of, plain_answer, tokenizer_folder
+from tests.unit.toy_model import ids_of, plain_answer
 from tests.unit.toy_stack import FOR_EVER_S, ToyStack, ask, toy_stack, until
+
+pytest_plugins = ["tests.unit.gateway_fixtures"]
 
 PROMPT = ids_of("hello")
 SEED = 2**64 - 5
 SAMPLED = SamplingParams(temperature=0.8, seed=SEED)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(tokenizer_folder(Path(tmp_path_factory.mktemp("tokenizer"))))
-
-
-@pytest_asyncio.fixture
-async def stack(tokenizer: Tokenizer) -> AsyncIterator[ToyStack]:
-    async with toy_stack(tokenizer) as running:
-        yield running
 
 
 @pytest.mark.parametrize("mode", ["off", "fixed"])

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from pathlib import Path
 
 import pytest
 
 from gateway.tokenization import Tokenizer
-from tests.unit.toy_model import ids_of, plain_answer, tokenizer_folder
+from tests.unit.toy_model import ids_of, plain_answer
 from tests.unit.toy_stack import ask, toy_stack, until
 
+pytest_plugins = ["tests.unit.gateway_fixtures"]
+
 PROMPT = ids_of("hello")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(tokenizer_folder(Path(tmp_path_factory.mktemp("tokenizer"))))
 
 
 async def test_a_stream_that_breaks_leaves_no_task_behind(

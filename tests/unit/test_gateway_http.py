@@ -11,7 +11,7 @@ from tests.unit.http_support import HELLO, Http, pieces
 from tests.unit.toy_model import ids_of, plain_answer
 from tests.unit.toy_stack import until
 
-pytest_plugins = ["tests.unit.http_fixtures"]
+pytest_plugins = ["tests.unit.gateway_fixtures"]
 
 
 async def test_a_whole_answer(http: Http) -> None:

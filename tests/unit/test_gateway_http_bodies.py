@@ -12,12 +12,12 @@ import pytest
 from gateway.tokenization import Tokenizer
 from tests.unit.http_support import CHAT, COMPLETIONS, HELLO, Http, serve_http
 
-pytest_plugins = ["tests.unit.http_fixtures"]
+pytest_plugins = ["tests.unit.gateway_fixtures"]
 
 
 @pytest.mark.parametrize("announced", [False, True])
-async def test_a_body_over_the_limit_is_413(toy_tokenizer: Tokenizer, announced: bool) -> None:
-    async with serve_http(toy_tokenizer, http_max_body_bytes=2048) as http:
+async def test_a_body_over_the_limit_is_413(tokenizer: Tokenizer, announced: bool) -> None:
+    async with serve_http(tokenizer, http_max_body_bytes=2048) as http:
         body = json.dumps({"model": "toy", "messages": HELLO, "user": "x" * 4096}).encode()
 
         async def parts() -> AsyncIterator[bytes]:
@@ -37,8 +37,8 @@ async def test_a_body_that_is_announced_too_large_is_not_waited_for(http: Http) 
     writer.close()
 
 
-async def test_with_keys_set_only_probes_are_open(toy_tokenizer: Tokenizer) -> None:
-    async with serve_http(toy_tokenizer, api_keys="sk-one,sk-two") as http:
+async def test_with_keys_set_only_probes_are_open(tokenizer: Tokenizer) -> None:
+    async with serve_http(tokenizer, api_keys="sk-one,sk-two") as http:
         for path in ("/health", "/ready", "/openapi.json"):
             assert (await http.raw.get(path)).status_code == 200
         opened_by_get = ["/v1/models", "/v1/models/toy", "/metrics"]
@@ -59,13 +59,13 @@ async def test_with_keys_set_only_probes_are_open(toy_tokenizer: Tokenizer) -> N
         assert answer.usage.completion_tokens == 2
 
 
-async def test_other_origins_may_ask_only_where_that_is_set(toy_tokenizer: Tokenizer) -> None:
+async def test_other_origins_may_ask_only_where_that_is_set(tokenizer: Tokenizer) -> None:
     asked = {"origin": "https://page.example", "access-control-request-method": "POST"}
-    async with serve_http(toy_tokenizer) as http:
+    async with serve_http(tokenizer) as http:
         response = await http.raw.options(CHAT, headers=asked)
         assert response.status_code == 405
         assert "access-control-allow-origin" not in response.headers
-    async with serve_http(toy_tokenizer, http_cors_origins="https://page.example") as http:
+    async with serve_http(tokenizer, http_cors_origins="https://page.example") as http:
         response = await http.raw.options(CHAT, headers=asked)
         assert response.headers["access-control-allow-origin"] == "https://page.example"
         response = await http.raw.get("/health", headers={"origin": "https://other.example"})

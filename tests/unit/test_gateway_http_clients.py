@@ -18,7 +18,7 @@ from gateway.tokenization import Tokenizer
 from tests.unit.http_support import CHAT, COMPLETIONS, HELLO, Http, events, pieces, serve_http
 from tests.unit.toy_stack import FOR_EVER_S, WAIT_S, until
 
-pytest_plugins = ["tests.unit.http_fixtures"]
+pytest_plugins = ["tests.unit.gateway_fixtures"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -155,9 +155,9 @@ async def test_a_reader_that_does_not_read_holds_up_itself_alone(http: Http) -> 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_a_stream_whose_prefill_is_slow_says_that_it_lives(
-    toy_tokenizer: Tokenizer, path: str
+    tokenizer: Tokenizer, path: str
 ) -> None:
-    async with serve_http(toy_tokenizer, http_keepalive_s=0.1) as http:
+    async with serve_http(tokenizer, http_keepalive_s=0.1) as http:
         fields = {"messages": HELLO} if path == CHAT else {"prompt": "a"}
         http.stack.target.open_delay_s = 1.5
         response = await http.send(path, {"stream": True, **fields})
@@ -173,8 +173,8 @@ async def test_a_stream_whose_prefill_is_slow_says_that_it_lives(
         assert done == "[DONE]"
 
 
-async def test_a_request_has_a_deadline_without_asking_for_one(toy_tokenizer: Tokenizer) -> None:
-    async with serve_http(toy_tokenizer, default_deadline_s=0.5, http_prompts_at_once=1) as http:
+async def test_a_request_has_a_deadline_without_asking_for_one(tokenizer: Tokenizer) -> None:
+    async with serve_http(tokenizer, default_deadline_s=0.5, http_prompts_at_once=1) as http:
         http.stack.target.open_delay_s = 0.3
         # Each of the two would make it, one after the other they do not.
         batch = await http.post_completion(prompt=["a", "b"], max_tokens=1)

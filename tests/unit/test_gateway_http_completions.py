@@ -13,7 +13,7 @@ from tests.unit.http_support import Http, pieces, texts
 from tests.unit.toy_model import ids_of, plain_answer
 from tests.unit.toy_stack import until
 
-pytest_plugins = ["tests.unit.http_fixtures"]
+pytest_plugins = ["tests.unit.gateway_fixtures"]
 
 # Texts that the tiny tokenizer reads byte by byte.
 FORMS = [

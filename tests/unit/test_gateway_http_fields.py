@@ -13,7 +13,7 @@ from gateway.http.fields import HARMLESS
 from gateway.http.fields import REFUSED as REFUSED_FIELD
 from tests.unit.http_support import CHAT, COMPLETIONS, HELLO, Http
 
-pytest_plugins = ["tests.unit.http_fixtures"]
+pytest_plugins = ["tests.unit.gateway_fixtures"]
 
 REFUSED = [
     ({"n": 0}, "n"),

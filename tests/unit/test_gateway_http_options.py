@@ -12,7 +12,7 @@ from tests.support.tiny import IM_END, IM_START
 from tests.unit.http_support import CHAT, HELLO, Http, pieces, texts
 from tests.unit.toy_model import ids_of, plain_answer
 
-pytest_plugins = ["tests.unit.http_fixtures"]
+pytest_plugins = ["tests.unit.gateway_fixtures"]
 
 
 async def test_the_penalties_and_the_bias_reach_the_target(http: Http) -> None:

@@ -15,7 +15,7 @@ from tests.unit.http_support import HELLO, Http, serve_http
 from tests.unit.toy_model import CONTEXT_WINDOW, ids_of
 from tests.unit.toy_stack import ask, until
 
-pytest_plugins = ["tests.unit.http_fixtures"]
+pytest_plugins = ["tests.unit.gateway_fixtures"]
 
 
 async def test_tokenize_gives_what_an_answer_would_begin_from(http: Http) -> None:
@@ -97,9 +97,9 @@ async def test_metrics_count_requests_of_both_protocols(http: Http) -> None:
 
 
 async def test_metrics_name_nothing_of_the_machine_or_the_requests(
-    toy_tokenizer: Tokenizer,
+    tokenizer: Tokenizer,
 ) -> None:
-    async with serve_http(toy_tokenizer, api_keys="sk-one") as http:
+    async with serve_http(tokenizer, api_keys="sk-one") as http:
         headers = {"authorization": "Bearer sk-one", "x-request-id": "of-alice"}
         chat = {"model": "toy", "messages": HELLO, "max_tokens": 2}
         await http.raw.post("/v1/chat/completions", json=chat, headers=headers)
@@ -139,8 +139,8 @@ async def test_the_schema_names_every_route_and_error(http: Http) -> None:
     assert asked["properties"]["tools"]["description"].startswith("Not supported")
 
 
-async def test_the_schema_says_where_a_key_is_needed(toy_tokenizer: Tokenizer) -> None:
-    async with serve_http(toy_tokenizer, api_keys="sk-one") as http:
+async def test_the_schema_says_where_a_key_is_needed(tokenizer: Tokenizer) -> None:
+    async with serve_http(tokenizer, api_keys="sk-one") as http:
         schema = (await http.raw.get("/openapi.json")).json()
         assert schema["paths"]["/metrics"]["get"]["security"] == [{"ApiKey": []}]
         assert "security" not in schema["paths"]["/health"]["get"]

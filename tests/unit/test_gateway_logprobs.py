@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import grpc
 import pytest
-import pytest_asyncio
 
 from flashduet.v1 import gateway_pb2 as pb
-from gateway.tokenization import Tokenizer
 from tests.support.tiny import IM_END, SPECIALS
 from tests.unit import toy_target
-from tests.unit.toy_model import ids_of, tokenizer_folder
-from tests.unit.toy_stack import GeneratedAnswer, ToyStack, ask, toy_stack
+from tests.unit.toy_model import ids_of
+from tests.unit.toy_stack import GeneratedAnswer, ToyStack, ask
+
+pytest_plugins = ["tests.unit.gateway_fixtures"]
 
 PROMPT = ids_of("hello")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(tokenizer_folder(Path(tmp_path_factory.mktemp("tokenizer"))))
-
-
-@pytest_asyncio.fixture
-async def stack(tokenizer: Tokenizer) -> AsyncIterator[ToyStack]:
-    async with toy_stack(tokenizer) as running:
-        yield running
 
 
 def aligned(answer: GeneratedAnswer) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -14,13 +13,10 @@ from flashduet.v1 import draft_pb2
 from gateway.self_tests import SelfTests, least
 from gateway.tokenization import Tokenizer
 from tests.unit.toy_draft import BLOCK_LENGTH
-from tests.unit.toy_model import ids_of, tokenizer_folder
+from tests.unit.toy_model import ids_of
 from tests.unit.toy_stack import ToyStack, ask, toy_stack, until
 
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(tokenizer_folder(Path(tmp_path_factory.mktemp("tokenizer"))))
+pytest_plugins = ["tests.unit.gateway_fixtures"]
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +84,7 @@ async def test_no_test_while_others_ask(
         await stack.restart_draft(self_test=promise(4.0))
         stack.draft.may_answer.clear()
         busy = asyncio.create_task(stack.generate(ask(ids_of("hello"))))
-        await until(lambda: stack.gateway.counts.active == 1)
+        await until(lambda: bool(stack.draft.blocks), "the request to wait for its draft")
         tests = asyncio.create_task(SelfTests(stack.gateway, stack.router, quiet_s=0).run())
         await asyncio.sleep(0.3)
         assert len(stack.target.sessions) == 1

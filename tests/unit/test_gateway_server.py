@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Callable
 
 import grpc
 import pytest
-import pytest_asyncio
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from flashduet.errors import DeadlineExceeded, Overloaded, RemoteInvalidRequest, Unavailable
@@ -19,21 +17,12 @@ from gateway.answer import Answer
 from gateway.controller import BlockController
 from gateway.tally import Tally
 from gateway.tokenization import Tokenizer
-from tests.unit.toy_model import CONTEXT_WINDOW, ids_of, plain_answer, tokenizer_folder
+from tests.unit.toy_model import CONTEXT_WINDOW, ids_of, plain_answer
 from tests.unit.toy_stack import FOR_EVER_S, ToyStack, ask, toy_stack, until
 
+pytest_plugins = ["tests.unit.gateway_fixtures"]
+
 PROMPT = ids_of("hello")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(tokenizer_folder(Path(tmp_path_factory.mktemp("tokenizer"))))
-
-
-@pytest_asyncio.fixture
-async def stack(tokenizer: Tokenizer) -> AsyncIterator[ToyStack]:
-    async with toy_stack(tokenizer) as running:
-        yield running
 
 
 async def failure(stack: ToyStack, request: pb.GenerateRequest, **call: object) -> Exception:

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
-import pytest_asyncio
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from flashduet import telemetry
-from gateway.tokenization import Tokenizer
-from tests.unit.toy_model import ids_of, tokenizer_folder
-from tests.unit.toy_stack import ToyStack, ask, toy_stack
+from tests.unit.toy_model import ids_of
+from tests.unit.toy_stack import ToyStack, ask
+
+pytest_plugins = ["tests.unit.gateway_fixtures"]
 
 PROMPT = ids_of("hello")
 CLIENT_SPAN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(tokenizer_folder(Path(tmp_path_factory.mktemp("tokenizer"))))
-
-
-@pytest_asyncio.fixture
-async def stack(tokenizer: Tokenizer) -> AsyncIterator[ToyStack]:
-    async with toy_stack(tokenizer) as running:
-        yield running
 
 
 @pytest.fixture
