@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -60,7 +61,11 @@ def build_library() -> Path:
         with locked(path.stem):
             if not path.is_file():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryDirectory(prefix=".attend-", dir=path.parent) as staging:
+                # What a compilation that was killed left; there is one at a time.
+                for left in path.parent.glob(f".{path.stem}-*"):
+                    shutil.rmtree(left, ignore_errors=True)
+                prefix = f".{path.stem}-"
+                with tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent) as staging:
                     made = Path(staging) / path.name
                     _compile(made)
                     with _loading:
