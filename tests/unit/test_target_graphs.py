@@ -195,7 +195,8 @@ def test_a_shape_is_recorded_once(sequences: Sequences) -> None:
 
 def test_rows_of_nobody_change_no_slot_of_anybody(sequences: Sequences) -> None:
     engine = sequences.tiny.engine
-    kv = engine.kv
+    kv, recorder = engine.kv, tape_of(sequences.tiny)
+    replayed = recorder.replayed
     for rows in ([1, 1, 1], [5], [33, 4], [64, 64, 5]):
         spans = sequences.spans(rows)
         before = [table.clone() for table in (*kv.keys, *kv.values)]
@@ -213,12 +214,16 @@ def test_rows_of_nobody_change_no_slot_of_anybody(sequences: Sequences) -> None:
         for table, was in zip((*kv.keys, *kv.values), before, strict=True):
             assert torch.equal(table[:, others], was[:, others])
             assert torch.isfinite(table).all()
+    assert recorder.replayed == replayed + 4
 
 
 def test_a_step_does_not_overwrite_what_the_last_one_gave(sequences: Sequences) -> None:
+    recorder = tape_of(sequences.tiny)
+    replayed = recorder.replayed
     first = sequences.forward(sequences.spans([4, 4]))
     kept = [part.clone() for part in first]
     second = sequences.forward([Span(sequences.tables[3].block_ids, 0, prompt(8, seed=99))])
+    assert recorder.replayed == replayed + 2
     for part, was, other in zip(first, kept, second, strict=True):
         assert torch.equal(part, was)
         assert not torch.equal(part[:2], other[:2])
