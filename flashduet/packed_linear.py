@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from flashduet.native import native_product
+from flashduet.native import fits, native_product, pack
 
 _ops = torch.ops.mkldnn
 # The overload itself: choosing it anew costs as much as the rest of the call.
@@ -80,6 +80,21 @@ class JoinedLinear(nn.Linear):
         self.sizes = tuple(weight.shape[0] for weight, _ in parts)
 
 
+class GraphLinear(nn.Module):
+    """A linear layer as the operator `flashduet::product`, for graphs."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.out_features, self.in_features = layer.weight.shape
+        self.sizes: tuple[int, ...] = getattr(layer, "sizes", (self.out_features,))
+        self.weight = nn.Parameter(pack(layer.weight.detach()), requires_grad=False)
+        self.bias = layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.ops.flashduet.product(x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
 class SharedInput:
     """Sibling layers as one product, computed for the first of them that is called.
 
@@ -87,7 +102,7 @@ class SharedInput:
     sibling that is given another one computes it on its own.
     """
 
-    def __init__(self, product: PackedLinear | JoinedLinear) -> None:
+    def __init__(self, product: PackedLinear | JoinedLinear | GraphLinear) -> None:
         self.product = product
         self._input: Tensor | None = None
         self._outputs: Sequence[Tensor] = ()
@@ -187,6 +202,25 @@ def join_linears(model: nn.Module, probe: Callable[[], object]) -> None:
     for group in _siblings(model, probe):
         if len(group) > 1:
             _share(JoinedLinear(*group), group, places)
+
+
+@torch.inference_mode()
+def product_linears(model: nn.Module) -> int:
+    """Swap plain linear layers, those of `join_linears` too, for `GraphLinear` ones; how many."""
+    swapped: dict[int, GraphLinear] = {}
+
+    def swap(layer: nn.Linear) -> GraphLinear:
+        return swapped.setdefault(id(layer), GraphLinear(layer))
+
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and fits(child.weight):
+                setattr(parent, name, swap(child))
+            elif isinstance(child, SharedLinear):
+                product = child.shared.product
+                if isinstance(product, JoinedLinear) and fits(product.weight):
+                    child.shared.product = swap(product)
+    return len(swapped)
 
 
 _Places = dict[int, tuple[nn.Module, str]]

@@ -106,6 +106,25 @@ def pack(weight: Tensor) -> Tensor:
     return pairs.permute(0, 2, 1, 3).contiguous()
 
 
+def _operator(x: Tensor, weight: Tensor) -> Tensor:
+    library = load()
+    if library is not None:
+        return _multiply(library, x, weight.data_ptr(), weight.shape[0] * _OUTPUTS)
+    outputs = weight.permute(0, 2, 1, 3).reshape(-1, x.shape[-1])
+    return functional.linear(x, outputs)
+
+
+def _operator_shape(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0] * _OUTPUTS))
+
+
+# For graphs: x [..., in] and a weight of `pack`. Computed here where no library brings its kernel.
+_library = torch.library.Library("flashduet", "FRAGMENT")
+_library.define("product(Tensor x, Tensor weight) -> Tensor")
+_library.impl("product", _operator, "CompositeExplicitAutograd")
+torch.library.register_fake("flashduet::product", _operator_shape, lib=_library)
+
+
 class _Unusable(Exception):
     """Why there is no library."""
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from flashduet.packed_linear import join_linears
+from flashduet.native import load
+from flashduet.packed_linear import join_linears, product_linears
 from target_service.attention import PACKED, Extras, running
 from target_service.features import FeatureCapture
 from target_service.load import LoadedTarget
@@ -42,6 +43,8 @@ def trace(target: LoadedTarget) -> tuple[ExportedProgram, AttentionLayers]:
     with torch.no_grad():
         layers = survey(model, target.config, run)
         join_linears(model, lambda: survey(model, target.config, run))
+        if load() is not None:
+            product_linears(model)
         model.set_attn_implementation(PACKED)
         rows = Dim("rows", min=LEAST_ROWS)
         kept = Dim("kept", min=LEAST_ROWS)

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from filelock import Timeout
 
+import flashduet.native
 from flashduet.errors import ConfigurationError
 from flashduet.models_cache import cache_root, locked
 from target_service.compiled.checks import check_attention
@@ -26,6 +27,7 @@ from target_service.compiled.package import NO_COMPILER, compiler, processor
 log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "native"
+_PRODUCT = Path(flashduet.native.__file__).parent / "product.h"
 _FLAGS = (
     "-O3",
     "-march=native",
@@ -45,7 +47,9 @@ _loaded = False
 def library_path() -> Path:
     """The file for these sources, machine and PyTorch, there or not."""
     made_of = [" ".join(_FLAGS), torch.__version__, processor()]
-    made_of += [file.name + "\n" + file.read_text() for file in sorted(_SOURCES.iterdir())]
+    made_of += [
+        file.name + "\n" + file.read_text() for file in (*sorted(_SOURCES.iterdir()), _PRODUCT)
+    ]
     digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()
     return cache_root() / "native" / f"attend-{digest[:16]}.so"
 
@@ -120,6 +124,7 @@ def _compile(path: Path) -> None:
     arguments = [program, *_FLAGS]
     for folder in ("include", "include/torch/csrc/api/include"):
         arguments += ["-isystem", str(root / folder)]
+    arguments += ["-I", str(_PRODUCT.parent)]
     arguments += [str(_SOURCES / "pass.cpp"), "-o", str(path)]
     # Found by their names at run time: PyTorch has loaded them by then.
     arguments += [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]

@@ -15,7 +15,7 @@ from flashduet.models_cache import cache_root
 from target_service.load import LoadedTarget
 
 # Raised when the graph, the operator in it, or what goes in and comes out changes.
-_FORMAT = 1
+_FORMAT = 2
 _COMPILERS = ("g++", "clang++", "c++")
 NO_COMPILER = "no C++ compiler found; install g++ (Debian: apt-get install g++) or set CXX"
 

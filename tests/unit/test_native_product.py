@@ -13,7 +13,13 @@ from torch.nn import functional
 from flashduet import native
 from flashduet.models_cache import CACHE_VARIABLE
 from flashduet.native import NativeProduct, fits, load
-from flashduet.packed_linear import PackedLinear, can_pack
+from flashduet.packed_linear import (
+    GraphLinear,
+    PackedLinear,
+    can_pack,
+    join_linears,
+    product_linears,
+)
 
 needs_library = pytest.mark.skipif(
     load() is None, reason="no compiler, or a processor without AVX512-BF16"
@@ -105,3 +111,34 @@ def test_layers_with_and_without_bias_share_a_product() -> None:
     x = torch.randn(2, 3, 48).bfloat16()
     expected = torch.cat([first(x), second(x)], dim=-1)
     torch.testing.assert_close(PackedLinear.of(first, second)(x), expected, atol=0.02, rtol=0.02)
+
+
+@torch.inference_mode()
+def test_the_graph_s_operator_is_the_product_with_a_library_and_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = nn.Linear(48, 64).bfloat16()
+    x = torch.randn(2, 3, 48).bfloat16()
+    swapped = GraphLinear(layer)
+    torch.testing.assert_close(swapped(x), layer(x), atol=0.02, rtol=0.02)
+    monkeypatch.setattr(native, "load", lambda: None)
+    torch.testing.assert_close(swapped(x), layer(x), atol=0.02, rtol=0.02)
+
+
+@torch.inference_mode()
+def test_layers_that_share_a_product_share_it_in_a_graph() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = nn.Linear(32, 64, bias=False), nn.Linear(32, 64, bias=False)
+            self.down, self.odd = nn.Linear(64, 32), nn.Linear(32, 33)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = functional.silu(self.gate(x)) * self.up(x)
+            return self.odd(self.down(hidden))  # type: ignore[no-any-return]
+
+    model, x = Gated().bfloat16().eval(), torch.randn(1, 5, 32).bfloat16()
+    expected = model(x)
+    join_linears(model, lambda: model(x))
+    assert product_linears(model) == 2, "gate and up together, down; the odd one has no code"
+    torch.testing.assert_close(model(x), expected, atol=0.02, rtol=0.02)

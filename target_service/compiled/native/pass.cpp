@@ -17,6 +17,7 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include "product.h"
 #include "shares.h"
 
 namespace flashduet {
@@ -201,6 +202,28 @@ Tensor attend(
   return output;
 }
 
+// See flashduet/native; the weight lies as its `pack` lays it.
+Tensor product(const Tensor& x, const Tensor& weight) {
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+  TORCH_CHECK_VALUE(
+      x.scalar_type() == at::kBFloat16 && weight.scalar_type() == at::kBFloat16 &&
+          weight.dim() == 4 && weight.is_contiguous() && weight.size(2) == kOutputs &&
+          weight.size(3) == 2 && x.size(-1) == 2 * weight.size(1),
+      "a product of ", x.sizes(), " and ", weight.sizes());
+  const Tensor rows = x.contiguous();
+  const std::int64_t in = x.size(-1), out = weight.size(0) * kOutputs;
+  std::vector<std::int64_t> sizes = x.sizes().vec();
+  sizes.back() = out;
+  Tensor to = at::empty(sizes, x.options());
+  multiply_weights(
+      rows.const_data_ptr(), rows.numel() / in, in, weight.const_data_ptr(), to.mutable_data_ptr(),
+      out, at::get_num_threads());
+  return to;
+#else
+  TORCH_CHECK(false, "made for another processor");
+#endif
+}
+
 thread_local const Plan* running = nullptr;
 
 struct Running {
@@ -266,6 +289,9 @@ TORCH_LIBRARY_FRAGMENT(flashduet, library) {
 
 TORCH_LIBRARY_IMPL(flashduet, CPU, library) {
   library.impl("attend", &attend_running);
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+  library.impl("product", &product);
+#endif
 }
 
 }  // namespace flashduet
