@@ -146,7 +146,13 @@ async def _fail(context: grpc.aio.ServicerContext, name: str, error: Exception) 
     elif not isinstance(error, errors.FlashduetError):
         logger.error("%s failed", name, exc_info=error)
         error = errors.internal_error()
-    await abort(context, error)
+    try:
+        await abort(context, error)
+    except grpc.aio.AbortError:
+        raise
+    except grpc.aio.BaseError as lost:
+        logger.debug("%s: nobody is there to be told: %r", name, lost)
+        raise asyncio.CancelledError from lost
 
 
 class Server:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import grpc.aio
 
+from flashduet.errors import Cancelled
 from flashduet.v1 import gateway_pb2 as pb
 from flashduet.v1.gateway_pb2_grpc import GatewayServiceServicer
 from gateway.gateway import Gateway
@@ -23,11 +24,18 @@ class GatewayServicer(GatewayServiceServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
+        async def emit(response: pb.GenerateResponse) -> None:
+            try:
+                await context.write(response)
+            except grpc.aio.BaseError as error:
+                # gRPC may learn of a caller's end by a write that fails, before it cancels us.
+                raise Cancelled("the caller is gone") from error
+
         metadata = dict(context.invocation_metadata() or ())
         traceparent = metadata.get("traceparent", "")
         await self._gateway.answer(
             request,
-            context.write,
+            emit,
             traceparent=traceparent if isinstance(traceparent, str) else "",
             time_left_s=context.time_remaining(),
         )

@@ -10,11 +10,18 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from flashduet.errors import DeadlineExceeded, Overloaded, RemoteInvalidRequest, Unavailable
+from flashduet.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Overloaded,
+    RemoteInvalidRequest,
+    Unavailable,
+)
 from flashduet.rpc import from_rpc_error
 from flashduet.v1 import gateway_pb2 as pb
 from gateway.answer import Answer
 from gateway.controller import BlockController
+from gateway.server import GatewayServicer
 from gateway.tally import Tally
 from gateway.tokenization import Tokenizer
 from tests.unit.toy_model import CONTEXT_WINDOW, ids_of, plain_answer
@@ -220,6 +227,33 @@ async def test_a_deadline_ends_the_request_in_every_phase(
         await stack.all_free()
         (opening,) = stack.target.openings
         assert 0 < opening.deadline_ms <= 1100, "the target knows the deadline too"
+
+
+class Gone:
+    """The context of a call whose caller is gone, which gRPC learns by a write."""
+
+    def __init__(self) -> None:
+        self.writes = 0
+
+    def invocation_metadata(self) -> None:
+        return None
+
+    def time_remaining(self) -> None:
+        return None
+
+    async def write(self, response: pb.GenerateResponse) -> None:
+        self.writes += 1
+        if self.writes > 2:
+            raise grpc.aio.InternalError
+
+
+async def test_a_write_that_fails_is_a_caller_that_is_gone(stack: ToyStack, caplog) -> None:
+    with pytest.raises(Cancelled):
+        await GatewayServicer(stack.gateway).Generate(ask(PROMPT, n=3), Gone())  # type: ignore[arg-type]
+    await stack.all_free()
+    counts = await load(stack)
+    assert (counts.cancelled_requests, counts.failed_requests) == (1, 0)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_two_requests_in_a_row_after_every_kind_of_end(stack: ToyStack) -> None:
