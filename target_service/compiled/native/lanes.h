@@ -22,6 +22,7 @@ constexpr int kTileVectors = 2;
 
 using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
 using IntLanes = std::int32_t __attribute__((vector_size(kLanes * sizeof(float))));
+using BitLanes = std::uint32_t __attribute__((vector_size(kLanes * sizeof(float))));
 
 inline int round_up(int number, int unit) {
   return (number + unit - 1) / unit * unit;
@@ -86,7 +87,7 @@ inline Lanes exp2(Lanes x) {
   power = power * part + 2.4022651e-1f;
   power = power * part + 6.9314718e-1f;
   power = power * part + 1.0f;
-  const IntLanes exponent = (reinterpret_cast<IntLanes>(shifted) << 23) + (127 << 23);
+  const BitLanes exponent = (reinterpret_cast<BitLanes>(shifted) << 23) + (127u << 23);
   const Lanes result = power * reinterpret_cast<Lanes>(exponent);
   return x < -126.0f ? Lanes{} : result;
 }
