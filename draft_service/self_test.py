@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -16,7 +17,7 @@ SELF_TEST_FILE = "flashduet.json"
 class SelfTest(BaseModel, frozen=True):
     """A prompt, the target's greedy answer to it, and the tokens a round to be seen on that."""
 
-    prompt_token_ids: list[int] = Field(min_length=1)
+    prompt_token_ids: list[Annotated[int, Field(ge=0, lt=2**32)]] = Field(min_length=1)
     continuation: list[int] = Field(min_length=1)
     expected_tau: float = Field(ge=1)
     block_length: int = Field(ge=2)

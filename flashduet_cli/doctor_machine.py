@@ -222,7 +222,7 @@ def _compiler() -> Check:
         detail = f"{found}; targets in 16 bits are compiled once, in the background"
         return Check("kernels", "compiled passes", "OK", detail)
     fix = "install g++ (Debian: apt-get install g++), or set CXX"
-    return Check("kernels", "compiled passes", "WARN", "no C++ compiler; a third slower", fix)
+    return Check("kernels", "compiled passes", "WARN", "no C++ compiler; passes in 16 bits take up to twice as long", fix)
 
 
 def _packed_linears() -> Check:
@@ -239,5 +239,5 @@ def _packed_linears() -> Check:
     if not types:
         fix = "install a torch built with oneDNN"
         return Check("kernels", "packed linear layers", "WARN", "none; plain kernels only", fix)
-    detail = f"{', '.join(types)}; no compiler is needed, weights are packed at load"
+    detail = f"{', '.join(types)}; weights are packed at load"
     return Check("kernels", "packed linear layers", "OK", detail)

@@ -73,7 +73,8 @@ async def _run(settings: GatewaySettings, router: Router, gateway: Gateway, serv
     gateway.tokenizer = tokenizer
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(router.run(), name="router")
-        tasks.create_task(SelfTests(gateway, router).run(), name="self tests")
+        if settings.speculation != "off":
+            tasks.create_task(SelfTests(gateway, router).run(), name="self tests")
         serving = False
         while True:
             served = gateway.served()

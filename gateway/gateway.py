@@ -121,8 +121,10 @@ class Gateway:
             for observer in self.observers:
                 observer(end)
 
-    async def ask_itself(self, message: pb.GenerateRequest, time_s: float) -> pb.GenerateComplete:
-        """Answer a request of the gateway's own, which is counted nowhere.
+    async def ask_itself(
+        self, message: pb.GenerateRequest, route: Route, time_s: float
+    ) -> pb.GenerateComplete:
+        """Answer a request of the gateway's own, which is counted nowhere, by these replicas.
 
         Raises:
             TimeoutError: it took longer than `time_s`.
@@ -135,7 +137,7 @@ class Gateway:
                 complete.CopyFrom(response.complete)
 
         async with asyncio.timeout(time_s):
-            await self._answer(message, keep, "", time.monotonic() + time_s)
+            await self._answer(message, keep, "", time.monotonic() + time_s, route)
         return complete
 
     async def check(self, message: pb.GenerateRequest) -> None:
@@ -167,7 +169,12 @@ class Gateway:
         return wanted
 
     async def _answer(
-        self, message: pb.GenerateRequest, emit: Emit, traceparent: str, deadline: float
+        self,
+        message: pb.GenerateRequest,
+        emit: Emit,
+        traceparent: str,
+        deadline: float,
+        route: Route | None = None,
     ) -> None:
         tally = Tally()
         with tally.request(traceparent) as trace:
@@ -187,6 +194,7 @@ class Gateway:
                                     tokenizer,
                                     choice,
                                     deadline,
+                                    route,
                                 )
                             )
                         )
@@ -210,8 +218,10 @@ class Gateway:
         tokenizer: Tokenizer,
         choice: int,
         deadline: float,
+        route: Route | None,
     ) -> Session:
-        route = self._router.route(drafted=request.speculation.mode is not SpeculationMode.OFF)
+        drafted = request.speculation.mode is not SpeculationMode.OFF
+        route = route or self._router.route(drafted=drafted)
         if route is None:
             raise Unavailable("no target serves at the moment", _RETRY_AFTER_S)
         detokenizer = tokenizer.detokenizer(include_special_tokens=request.include_special_tokens)

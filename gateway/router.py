@@ -59,6 +59,7 @@ class Route:
     pair: PairModel | None = None
     block_length: int = 1
     undrafted: str = ""
+    draft_instance_id: bytes = b""
 
 
 class Router:
@@ -114,16 +115,20 @@ class Router:
             max_sessions=sum(info.max_sessions for info in infos),
         )
 
-    def self_test(self) -> tuple[bytes, str, SelfTest] | None:
-        """Of the pair that a drafted request would be routed to now: an id of the two, the
-        drafter's name, and what is to be seen with it; None where it says nothing."""
-        route = self.route(drafted=True)
-        if route is None or route.draft is None or route.draft.info is None:
-            return None
-        info = route.draft.info
-        if not info.HasField("self_test"):
-            return None
-        return route.target_instance_id + info.instance_id, info.name, info.self_test
+    def promising_pairs(self) -> list[tuple[Route, str, SelfTest]]:
+        """All pairs whose drafter says what is to be seen with it: the way to each, the drafter's
+        name, and what it says."""
+        pairs = []
+        for target, info in self._serving():
+            attached = {draft.instance_id for draft in info.drafts}
+            for draft in self._drafts:
+                told = draft.info
+                if told is None or not told.HasField("self_test"):
+                    continue
+                if told.instance_id in attached:
+                    route = self._pair_route(target, info, draft, told)
+                    pairs.append((route, told.name, told.self_test))
+        return pairs
 
     def route(self, *, drafted: bool) -> Route | None:
         """Replicas for a request that wants to be drafted or not; None while no target serves."""
@@ -142,12 +147,22 @@ class Router:
         if not drafts:
             return Route(target, info.instance_id, undrafted="no_draft")
         draft, draft_info = min(drafts, key=lambda pair: pair[0].sessions)
+        return self._pair_route(target, info, draft, draft_info)
+
+    def _pair_route(
+        self,
+        target: TargetReplica,
+        info: TargetServiceGetModelInfoResponse,
+        draft: DraftReplica,
+        draft_info: DraftServiceGetModelInfoResponse,
+    ) -> Route:
         return Route(
             target,
             info.instance_id,
             draft,
             self._pair(info, draft_info),
             draft_info.block_length,
+            draft_instance_id=draft_info.instance_id,
         )
 
     def _serving(self) -> list[tuple[TargetReplica, TargetServiceGetModelInfoResponse]]:

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 from flashduet.errors import FlashduetError
 from flashduet.v1 import gateway_pb2 as pb
 from flashduet.v1.common_pb2 import PRIORITY_BATCH, SamplingParams
 from flashduet.v1.draft_pb2 import SelfTest
 from gateway.gateway import Gateway
-from gateway.router import Router
+from gateway.router import Route, Router
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+_LOOK_S = 0.05
 # So long has to be quiet before a test, and a test has so long.
 _QUIET_S = 5.0
 _TIME_S = 120.0
@@ -36,7 +39,8 @@ class SelfTests:
     """Tests each pair of a target's and a draft's process once.
 
     Args:
-        quiet_s: seconds without a request before a test is begun.
+        quiet_s: seconds without a request before a test is begun; four times as many before it is
+            tried anew.
     """
 
     def __init__(self, gateway: Gateway, router: Router, quiet_s: float = _QUIET_S) -> None:
@@ -49,27 +53,45 @@ class SelfTests:
         """Until cancelled."""
         while True:
             await asyncio.sleep(_POLL_S)
-            idle = self._gateway.counts.active == 0
-            self._idle_s = self._idle_s + _POLL_S if idle else 0.0
-            due = self._router.self_test()
-            if due is None or not idle or self._idle_s < self._quiet_s:
+            self._idle_s = self._idle_s + _POLL_S if self._idle else 0.0
+            due = self._due() if self._idle else None
+            if due is None:
                 continue
-            pair, name, test = due
-            if self._attempts.get(pair, 0) >= _ATTEMPTS:
-                continue
-            # Pairs that are gone do not come back under the same id.
-            while len(self._attempts) >= _MOST_PAIRS:
-                self._attempts.pop(next(iter(self._attempts)))
-            self._attempts[pair] = self._attempts.get(pair, 0) + 1
-            if await self._tested(name, test):
-                self._attempts[pair] = _ATTEMPTS
+            route, name, test = due
+            pair = _pair(route)
+            if not await self._unless_asked(self._tested(route, name, test, pair)):
+                logger.debug("self test of drafter %s gives way to a request", name)
+            self._idle_s = 0.0
 
-    async def _tested(self, drafter: str, test: SelfTest) -> bool:
-        """Whether the test came to a result, which is then in the log."""
-        tokens = min(test.tokens, _MOST_TOKENS)
+    @property
+    def _idle(self) -> bool:
+        return self._gateway.counts.active == 0
+
+    def _due(self) -> tuple[Route, str, SelfTest] | None:
+        for route, name, test in self._router.promising_pairs():
+            attempts = self._attempts.get(_pair(route), 0)
+            if attempts < _ATTEMPTS and self._idle_s >= self._quiet_s * 4**attempts:
+                return route, name, test
+        return None
+
+    async def _unless_asked(self, test: Coroutine[Any, Any, None]) -> bool:
+        """Let the test run until somebody asks for something; whether it came to its end."""
+        task = asyncio.create_task(test, name="self test")
+        try:
+            while not task.done():
+                if not self._idle:
+                    return False
+                await asyncio.wait((task,), timeout=_LOOK_S)
+            return True
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _tested(self, route: Route, drafter: str, test: SelfTest, pair: bytes) -> None:
+        """Run a test and log its result, or count one more attempt."""
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=test.prompt_token_ids),
-            max_tokens=tokens,
+            max_tokens=min(test.tokens, _MOST_TOKENS),
             sampling=SamplingParams(temperature=0),
             ignore_eos=True,
             priority=PRIORITY_BATCH,
@@ -77,33 +99,49 @@ class SelfTests:
                 mode=pb.SPECULATION_MODE_FIXED, block_length=test.block_length
             ),
         )
+        # Pairs that are gone do not come back under the same id.
+        while len(self._attempts) >= _MOST_PAIRS:
+            self._attempts.pop(next(iter(self._attempts)))
         try:
-            answer = await self._gateway.ask_itself(request, _TIME_S)
+            answer = await self._gateway.ask_itself(request, route, _TIME_S)
         except (FlashduetError, TimeoutError) as error:
             logger.info("self test of drafter %s was not finished: %s", drafter, error)
-            return False
-        report = answer.speculation
-        if report.drafted_rounds < _DRAFTED_SHARE * report.rounds:
-            logger.info("self test of drafter %s says nothing: drafts came too late", drafter)
-            return False
-        found, expected = report.acceptance_length, test.acceptance_length
-        if found < least(expected):
-            logger.warning(
-                "self test: drafter %s has an acceptance length of %.2f on its own prompt, where "
-                "%.2f is expected; it may have been trained for another target, another "
-                "quantization of it, or other layers (flashduet models inspect)",
-                drafter,
-                found,
-                expected,
-            )
+        except Exception:
+            logger.exception("self test of drafter %s failed", drafter)
         else:
-            logger.info(
-                "self test: drafter %s has an acceptance length of %.2f, expected %.2f",
-                drafter,
-                found,
-                expected,
-            )
-        return True
+            if _told(drafter, test, answer.speculation):
+                self._attempts[pair] = _ATTEMPTS
+                return
+        self._attempts[pair] = self._attempts.get(pair, 0) + 1
+
+
+def _pair(route: Route) -> bytes:
+    return route.target_instance_id + route.draft_instance_id
+
+
+def _told(drafter: str, test: SelfTest, report: pb.SpeculationStats) -> bool:
+    """Log what a test found; false if it says nothing."""
+    if report.drafted_rounds < _DRAFTED_SHARE * report.rounds:
+        logger.info("self test of drafter %s says nothing: drafts came too late", drafter)
+        return False
+    found, expected = report.acceptance_length, test.acceptance_length
+    if found < least(expected):
+        logger.warning(
+            "self test: drafter %s has an acceptance length of %.2f on its own prompt, where %.2f "
+            "is expected; it may have been trained for another target, another quantization of it, "
+            "or other layers (flashduet models inspect)",
+            drafter,
+            found,
+            expected,
+        )
+    else:
+        logger.info(
+            "self test: drafter %s has an acceptance length of %.2f, expected %.2f",
+            drafter,
+            found,
+            expected,
+        )
+    return True
 
 
 def least(expected: float) -> float:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +16,10 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests that want compiled passes say so: compiling takes a minute.
 os.environ.setdefault("FLASHDUET_TARGET_COMPILE", "off")
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    # Headers that the compiler has read once for all of them.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="flashduet-compiler-")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 from hypothesis import HealthCheck, settings
 

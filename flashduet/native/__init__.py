@@ -93,7 +93,13 @@ def native_product(weight: Tensor) -> NativeProduct | None:
 def load() -> ctypes.CDLL | None:
     """The library, compiled if need be; None where there is none, and the log says why."""
     try:
-        library = _open(_build())
+        path = _build()
+        try:
+            library = _open(path)
+        except OSError:
+            # Cut short, perhaps, when a machine went down.
+            path.unlink(missing_ok=True)
+            library = _open(_build())
     except (OSError, subprocess.SubprocessError, _Unusable) as error:
         log.info("products run without machine code of our own: %s", error)
         return None
@@ -178,6 +184,8 @@ def _open(path: Path) -> ctypes.CDLL:
     ]
     if not library.flashduet_supported():
         raise _Unusable("this processor multiplies no pairs of bfloat16 numbers (AVX512-BF16)")
+    if torch.cpu._is_amx_tile_supported():
+        raise _Unusable("PyTorch's own use this processor's matrix unit (AMX)")
     _check(library)
     return library
 

@@ -9,7 +9,9 @@
 #include <algorithm>
 #include <cstdint>
 
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
 #include <immintrin.h>
+#endif
 
 namespace flashduet {
 

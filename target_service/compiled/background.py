@@ -65,14 +65,18 @@ class BackgroundCompilation:
     async def _run(self) -> None:
         await asyncio.sleep(_DELAY_S)
         arguments, environment = command(self._settings)
-        child = await asyncio.create_subprocess_exec(
-            *arguments,
-            env=environment,
-            stdin=DEVNULL,
-            stdout=DEVNULL,
-            stderr=PIPE,
-            start_new_session=True,
-        )
+        try:
+            child = await asyncio.create_subprocess_exec(
+                *arguments,
+                env=environment,
+                stdin=DEVNULL,
+                stdout=DEVNULL,
+                stderr=PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            log.warning("steps stay uncompiled: no process for the compiler: %s", error)
+            return
         log.info("compiling in the background; steps run uncompiled until it is done")
         # A fork's own way of setting this is not safe beside threads.
         with suppress(OSError):

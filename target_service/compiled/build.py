@@ -7,6 +7,9 @@ import os
 import shutil
 import tempfile
 import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,7 +22,7 @@ from target_service.compiled.checks import check_logits
 from target_service.compiled.graph import trace
 from target_service.compiled.library import build_library
 from target_service.compiled.model import CompiledModel
-from target_service.compiled.package import NO_COMPILER, compiler, package_path
+from target_service.compiled.package import NO_COMPILER, compiler, failure_path, package_path
 from target_service.load import LoadedTarget, load_target
 from target_service.settings import TargetSettings
 from target_service.survey import vary
@@ -27,6 +30,13 @@ from target_service.survey import vary
 log = logging.getLogger(__name__)
 
 _PROBE_TOKENS = 24
+_CONFIG = {
+    # Constants are folded, and weights that stayed linear layers are packed.
+    "freezing": True,
+    # What is precompiled for later compilations stays in the temporary folder for good.
+    "cpp_cache_precompile_headers": False,
+    "aot_inductor.precompile_headers": False,
+}
 
 
 def build(settings: TargetSettings) -> Path:
@@ -46,15 +56,30 @@ def build(settings: TargetSettings) -> Path:
     except ConfigurationError as error:
         log.warning("passes come back to Python for attention: %s", error.message)
     try:
-        with locked(path.stem):
-            if not path.is_file():
+        with locked(path.name):
+            if not path.is_dir():
                 log.info("compiling %s, which takes minutes", target.facts.name)
                 started = time.perf_counter()
-                compile_pass(target, path)
+                _compile_or_note(target, path)
                 log.info("compiled in %.0f s: %s", time.perf_counter() - started, path)
     except Timeout as error:
         raise ConfigurationError(f"another process is compiling {path.name}") from error
+    except OSError as error:
+        raise ConfigurationError(f"the cache cannot be written: {error}") from error
     return path
+
+
+def _compile_or_note(target: LoadedTarget, path: Path) -> None:
+    """`compile_pass`; a reason that will be the same next time is kept for later starts."""
+    if compiler() is None:
+        raise ConfigurationError(NO_COMPILER)
+    failure = failure_path(path)
+    try:
+        compile_pass(target, path)
+    except ConfigurationError as error:
+        failure.write_text(error.message + "\n")
+        raise
+    failure.unlink(missing_ok=True)
 
 
 def refuse(settings: TargetSettings, target: LoadedTarget) -> None:
@@ -78,7 +103,7 @@ def obstacle(settings: TargetSettings, target: LoadedTarget) -> str | None:
 
 
 def compile_pass(target: LoadedTarget, path: Path) -> None:
-    """Trace and compile the target's pass and put it into a file, which is there whole or not.
+    """Trace and compile the target's pass and put it into a folder, which is there whole or not.
 
     Raises:
         ConfigurationError: it cannot be compiled, or computes something else; says why.
@@ -90,20 +115,20 @@ def compile_pass(target: LoadedTarget, path: Path) -> None:
         plain = target.model(input_ids=ids, use_cache=False).logits[0]
     path.parent.mkdir(parents=True, exist_ok=True)
     # What a compilation that was killed left; there is one at a time.
-    for left in path.parent.glob(f".{path.stem}-*"):
+    for left in path.parent.glob(f".{path.name}-*"):
         shutil.rmtree(left, ignore_errors=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{path.stem}-", dir=path.parent))
+    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
         program, layers = trace(target)
-        with torch.no_grad():
+        with torch.no_grad(), _working_in(staging / "work"):
             made = torch._inductor.aoti_compile_and_package(
                 program,
-                package_path=str(staging / path.name),
-                # Constants are folded and packed for the processor's matrix kernels.
-                inductor_configs={"freezing": True},
+                package_path=str(staging / "package.pt2"),
+                inductor_configs=_CONFIG,
             )
-        check_logits(CompiledModel(Path(made), layers).probe(ids, target.dtype), plain)
-        os.replace(made, path)
+        unpacked = _unpack(Path(made), staging / "package")
+        check_logits(CompiledModel(unpacked, layers).probe(ids, target.dtype), plain)
+        unpacked.rename(path)
     except ConfigurationError:
         raise
     except Exception as error:  # whatever a tracer or a compiler finds no answer to
@@ -111,3 +136,27 @@ def compile_pass(target: LoadedTarget, path: Path) -> None:
         raise ConfigurationError(f"{name} cannot be compiled: {reason}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _unpack(archive: Path, folder: Path) -> Path:
+    """An archive as a folder, which is loaded as it lies; PyTorch would unpack an archive into
+    the system's temporary folder at every start, and leave it there when it is killed."""
+    with zipfile.ZipFile(archive) as opened:
+        opened.extractall(folder)
+    archive.unlink()
+    (inner,) = folder.iterdir()
+    return inner
+
+
+@contextmanager
+def _working_in(folder: Path) -> Iterator[None]:
+    """Let the compiler keep what it needs on the way in this folder, unless it was told another."""
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    if variable in os.environ:
+        yield
+        return
+    os.environ[variable] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ[variable]

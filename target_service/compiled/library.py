@@ -1,7 +1,8 @@
-"""Attention of compiled passes as machine code: compiled once a machine, kept in the user's cache.
+"""What of compiled passes is ours as machine code: compiled once a machine, kept in the user's cache.
 
-With the library in `native/` the operator `flashduet::attend` has a kernel of its own, and a whole
-pass runs without the interpreter and its lock. Without it the operator is computed in Python.
+With the library in `native/` the operators `flashduet::attend` and `flashduet::product` have kernels
+of their own, and a whole pass runs without the interpreter and its lock. Without it they are computed
+in Python.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -100,6 +102,9 @@ def _load(path: Path) -> bool:
         torch.ops.load_library(str(path))
     except OSError as error:
         log.warning("attention of compiled passes runs in Python: %s", error)
+        # Cut short, perhaps, when a machine went down; it is made again.
+        with suppress(OSError):
+            path.unlink()
         return False
     return True
 

@@ -19,14 +19,14 @@ class CompiledModel:
     """Belongs to one thread, as an engine does.
 
     Args:
-        package: a file that `build` made, on this machine, for this model.
+        package: a folder that `build` made, on this machine, for this model.
         layers: the model's attention layers; which module is which does not matter.
 
     Attributes:
         runner: natively where its library is.
 
     Raises:
-        RuntimeError: the file cannot be loaded.
+        RuntimeError: it cannot be loaded.
     """
 
     def __init__(self, package: Path, layers: AttentionLayers) -> None:

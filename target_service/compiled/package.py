@@ -1,4 +1,4 @@
-"""Where a compiled pass is kept: one file in the user's cache for all that it was made of."""
+"""Where a compiled pass is kept: a folder in the user's cache for all that it was made of."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_COMPILER = "no C++ compiler found; install g++ (Debian: apt-get install g++) 
 
 
 def package_path(target: LoadedTarget, threads: int) -> Path:
-    """The file for this model, type, machine and versions, there or not.
+    """The folder for this model, type, machine and versions, there or not.
 
     Args:
         threads: that the pass runs with; the code is made for their number.
@@ -36,7 +36,12 @@ def package_path(target: LoadedTarget, threads: int) -> Path:
         "weights": _weights(target.folder),
     }
     digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
-    return cache_root() / "compiled" / f"{target.folder.name}-{digest[:16]}.pt2"
+    return cache_root() / "compiled" / f"{target.folder.name}-{digest[:16]}"
+
+
+def failure_path(package: Path) -> Path:
+    """Where the reason stands why this package could not be made."""
+    return package.with_name(package.name + ".failed")
 
 
 def compiler() -> str | None:

@@ -37,13 +37,13 @@ class PythonRunner:
     """Attention comes back to Python in each layer."""
 
     def __init__(self, package: Path, layers: AttentionLayers) -> None:
-        self._run = torch._inductor.aoti_load_package(str(package))
+        self._loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1)
         self._layers = layers
         self._room = GatherRoom()
 
     def run(self, kv: KVStorage, spans: Sequence[Span], inputs: Sequence[Tensor]) -> list[Tensor]:
         with running(PackedPass(self._layers, kv, spans, self._room)):
-            return list(self._run(*inputs))
+            return list(self._loader.boxed_run(list(inputs)))
 
 
 class NativeRunner:

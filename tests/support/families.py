@@ -130,7 +130,7 @@ def measure(case: Case, folder: Path, *, compiled: bool = False) -> FamilyResult
 
 def compile_tiny(tiny: TinyTarget) -> None:
     """Let the engine run compiled passes, in float32, which the service itself does not compile."""
-    package = tiny.folder / "compiled.pt2"
+    package = tiny.folder / "compiled"
     settings = TargetSettings(model=str(tiny.folder), device="cpu", dtype="float32")
     compile_pass(load_target(settings), package)
     tiny.engine.offer(CompiledModel(package, tiny.engine.packed.layers))

@@ -6,10 +6,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 from flashduet.v1 import draft_pb2
+from flashduet.v1.gateway_pb2 import GenerateComplete, GenerateRequest
+from gateway.router import Route
 from gateway.self_tests import SelfTests, least
 from gateway.tokenization import Tokenizer
 from tests.unit.toy_draft import BLOCK_LENGTH
@@ -91,6 +94,67 @@ async def test_no_test_while_others_ask(
         stack.draft.may_answer.set()
         await busy
         await until(lambda: "self test: drafter" in caplog.text)
+        tests.cancel()
+        await stack.all_free()
+
+
+async def test_a_request_ends_a_test_that_is_going_on(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with toy_stack(tokenizer) as stack:
+        await stack.kill_draft()
+        await stack.restart_draft(self_test=promise(4.0))
+        stack.draft.may_answer.clear()
+        tests = asyncio.create_task(SelfTests(stack.gateway, stack.router, quiet_s=0).run())
+        await until(lambda: len(stack.target.sessions) == 1)
+        stack.draft.may_answer.set()
+        stack.draft.delay_s = 0.05
+        answer = asyncio.create_task(stack.generate(ask(ids_of("hello"))))
+        await until(lambda: stack.gateway.counts.active == 1)
+        await until(lambda: len(stack.target.sessions) == 1, "the test to be ended")
+        await answer
+        stack.draft.delay_s = 0.0
+        await until(lambda: "self test: drafter" in caplog.text)
+        tests.cancel()
+        await stack.all_free()
+
+
+async def test_a_fault_of_the_test_is_logged_and_ends_nothing(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    async with toy_stack(tokenizer) as stack:
+        monkeypatch.setattr(stack.gateway, "ask_itself", fail)
+        await stack.kill_draft()
+        await stack.restart_draft(self_test=promise(4.0))
+        tests = asyncio.create_task(SelfTests(stack.gateway, stack.router, quiet_s=0).run())
+        await until(lambda: caplog.text.count("self test of drafter toy-drafter failed") == 3)
+        assert not tests.done()
+        tests.cancel()
+
+
+async def test_each_pair_is_tested_by_its_own_replicas(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with toy_stack(tokenizer) as stack:
+        await stack.kill_draft()
+        await stack.restart_draft(self_test=promise(4.0))
+        await until(lambda: len(stack.router.promising_pairs()) == 1)
+        ((route, name, test),) = stack.router.promising_pairs()
+        pairs = [(replace(route, draft_instance_id=id_), name, test) for id_ in (b"a", b"b")]
+        monkeypatch.setattr(stack.router, "promising_pairs", lambda: pairs)
+        tested: list[bytes] = []
+        ask_itself = stack.gateway.ask_itself
+
+        async def ask_by(message: GenerateRequest, route: Route, time_s: float) -> GenerateComplete:
+            tested.append(route.draft_instance_id)
+            return await ask_itself(message, route, time_s)
+
+        monkeypatch.setattr(stack.gateway, "ask_itself", ask_by)
+        tests = asyncio.create_task(SelfTests(stack.gateway, stack.router, quiet_s=0).run())
+        await until(lambda: tested == [b"a", b"b"])
         tests.cancel()
         await stack.all_free()
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,12 @@ import torch
 from flashduet.errors import ConfigurationError
 from target_service.batching import Span
 from target_service.compiled import build, runners
-from target_service.compiled.adoption import adopt_or_plan
+from target_service.compiled.adoption import Adoption, adopt_or_plan
 from target_service.compiled.model import CompiledModel
-from target_service.compiled.package import compiler, package_path
+from target_service.compiled.package import compiler, failure_path, package_path
 from target_service.compiled.runners import NativeRunner, PythonRunner, Runner
-from target_service.load import load_target
+from target_service.engine import Engine
+from target_service.load import LoadedTarget, load_target
 from target_service.session import VerifyBlock
 from target_service.settings import TargetSettings
 from tests.support.families import CASES, Case, measure
@@ -34,6 +37,7 @@ needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler 
 # Softcap and windows; sinks and experts.
 FAMILIES = [case for case in CASES if case.family in ("gemma2", "gpt_oss")]
 START_S = 600.0
+END_S = 120.0
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +53,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the tiny Llama with seed 0, in float32."""
     folder = tiny_target(tmp_path_factory.mktemp("compiled") / "target")
     settings = TargetSettings(model=str(folder), device="cpu", dtype="float32")
-    path = folder.parent / "tiny.pt2"
+    path = folder.parent / "tiny"
     build.compile_pass(load_target(settings), path)
     return path
 
@@ -122,23 +126,85 @@ def test_a_package_of_other_weights_is_not_taken(package: Path, tmp_path: Path) 
     assert session.token_ids[20:] == other.generate(prompt(20), 1)
 
 
-def test_a_broken_file_is_removed_and_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@dataclass(frozen=True)
+class Planning:
+    """A tiny target in 16 bits that is to be compiled, over an empty cache."""
+
+    settings: TargetSettings
+    target: LoadedTarget
+    engine: Engine
+    path: Path
+
+    def plan(self) -> Adoption | None:
+        return adopt_or_plan(self.settings, self.target, self.engine)
+
+
+@pytest.fixture
+def planning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planning:
     monkeypatch.setenv("FLASHDUET_CACHE", str(tmp_path / "cache"))
     tiny = load_tiny(tmp_path / "target")
     settings = TargetSettings(
         model=str(tiny.folder), device="cpu", dtype="bfloat16", compile="auto"
     )
     target = load_target(settings)
-    path = package_path(target, 1)
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"no package")
-    adoption = adopt_or_plan(settings, target, tiny.engine)
-    assert adoption is not None
-    assert adoption.package == path
-    assert not path.exists()
-    assert "does not do" in caplog.text
+    return Planning(settings, target, tiny.engine, package_path(target, 1))
+
+
+@needs_compiler
+def test_a_package_that_cannot_be_loaded_is_told_and_kept(
+    planning: Planning, caplog: pytest.LogCaptureFixture
+) -> None:
+    planning.path.mkdir(parents=True)
+    assert planning.plan() is None
+    assert f"{planning.path} cannot be loaded" in caplog.text
+    assert planning.path.exists()
+    assert not planning.engine.compiled
+
+
+@needs_compiler
+def test_a_package_that_computes_something_else_is_removed_and_made_again(
+    planning: Planning, package: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = load_tiny(planning.path.parent / "other", seed=1)
+    shutil.copytree(package, planning.path)
+    adoption = replace(planning, engine=other.engine).plan()
+    assert adoption is None or adoption.package == planning.path
+    assert "is removed" in caplog.text
+    assert not planning.path.exists()
+
+
+@needs_compiler
+def test_what_failed_once_is_not_tried_at_every_start(
+    planning: Planning, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert planning.plan() is not None
+    failure = failure_path(planning.path)
+    failure.write_text("tiny cannot be compiled: for a reason\n")
+    assert planning.plan() is None
+    assert "for a reason" in caplog.text
+    assert str(failure) in caplog.text
+
+
+@needs_compiler
+def test_no_compiler_is_started_where_it_would_take_more_than_there_is(
+    planning: Planning, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("target_service.compiled.adoption.available_memory", lambda: 1000)
+    assert planning.plan() is None
+    assert "MiB of memory, more than is free" in caplog.text
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_told(
+    planning: Planning, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    planning.path.parent.parent.mkdir(parents=True, exist_ok=True)
+    planning.path.parent.write_text("a file where a folder should be")
+    assert planning.plan() is None
+    assert "the cache cannot be written" in caplog.text
 
 
 def test_a_file_belongs_to_its_weights_and_threads(tmp_path: Path) -> None:
@@ -176,7 +242,7 @@ def test_without_a_compiler_it_says_what_to_install(
     monkeypatch.setattr(build, "compiler", lambda: None)
     target = load_target(TargetSettings(model=str(tiny_target(tmp_path)), device="cpu"))
     with pytest.raises(ConfigurationError, match=r"install g\+\+"):
-        build.compile_pass(target, tmp_path / "a.pt2")
+        build.compile_pass(target, tmp_path / "a")
 
 
 @needs_compiler
@@ -184,13 +250,16 @@ def test_a_model_that_cannot_be_traced_is_told_and_leaves_nothing(tmp_path: Path
     target = tiny_target(tmp_path / "target", "llama4")
     loaded = load_target(TargetSettings(model=str(target), device="cpu", dtype="float32"))
     with pytest.raises(ConfigurationError, match="cannot be compiled"):
-        build.compile_pass(loaded, tmp_path / "made" / "a.pt2")
+        build.compile_pass(loaded, tmp_path / "made" / "a")
     assert list((tmp_path / "made").iterdir()) == []
 
 
 @needs_compiler
 def test_a_service_compiles_beside_serving_and_takes_its_compiler_along(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     variables = {
+        "TMPDIR": str(temporary),
         "FLASHDUET_CACHE": str(tmp_path / "cache"),
         "FLASHDUET_TARGET_LISTEN": f"unix:{tmp_path}/target.sock",
         "FLASHDUET_TARGET_DTYPE": "bfloat16",
@@ -203,9 +272,9 @@ def test_a_service_compiles_beside_serving_and_takes_its_compiler_along(tmp_path
     children = _children(process.pid)
     assert children
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=END_S)
     assert process.returncode == 0
-    _, alive = psutil.wait_procs(children, timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=END_S)
     assert not alive
 
     process = start(model, **variables)
@@ -214,9 +283,12 @@ def test_a_service_compiles_beside_serving_and_takes_its_compiler_along(tmp_path
         _until(process.stderr, "steps run compiled")
     finally:
         process.kill()
-        process.communicate(timeout=60)
-    for folder, suffix in (("compiled", ".pt2"), ("native", ".so")):
-        assert [path.suffix for path in (tmp_path / "cache" / folder).iterdir()] == [suffix]
+        process.communicate(timeout=END_S)
+    (package,) = (tmp_path / "cache" / "compiled").iterdir()
+    assert package.is_dir()
+    (library,) = (tmp_path / "cache" / "native").iterdir()
+    assert library.suffix == ".so"
+    assert list(temporary.iterdir()) == [], "a start leaves nothing behind, however it ends"
 
 
 def _until(stream, text: str) -> str:  # type: ignore[no-untyped-def]
@@ -231,7 +303,7 @@ def _until(stream, text: str) -> str:  # type: ignore[no-untyped-def]
 
 
 def _children(pid: int) -> list[psutil.Process]:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + END_S
     while not (found := psutil.Process(pid).children(recursive=True)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
