@@ -222,7 +222,9 @@ def _compiler() -> Check:
         detail = f"{found}; targets in 16 bits are compiled once, in the background"
         return Check("kernels", "compiled passes", "OK", detail)
     fix = "install g++ (Debian: apt-get install g++), or set CXX"
-    return Check("kernels", "compiled passes", "WARN", "no C++ compiler; passes in 16 bits take up to twice as long", fix)
+    return Check(
+        "kernels", "compiled passes", "WARN", "no C++ compiler; half as fast in 16 bits", fix
+    )
 
 
 def _packed_linears() -> Check:

@@ -1,8 +1,8 @@
-"""What of compiled passes is ours as machine code: compiled once a machine, kept in the user's cache.
+"""Our own machine code of compiled passes: made once a machine, kept in the user's cache.
 
-With the library in `native/` the operators `flashduet::attend` and `flashduet::product` have kernels
-of their own, and a whole pass runs without the interpreter and its lock. Without it they are computed
-in Python.
+With the library in `native/` the operators `flashduet::attend` and `flashduet::product` have
+kernels of their own, and a whole pass runs without the interpreter and its lock. Without it they
+are computed in Python.
 """
 
 from __future__ import annotations
