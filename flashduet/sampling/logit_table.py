@@ -19,6 +19,8 @@ from flashduet.sampling.penalties import RowBlock, penalize
 
 Values = npt.NDArray[np.float32]
 
+# Types whose numbers are float32's too.
+_EXACT = (torch.float32, torch.bfloat16, torch.float16)
 # Below it the division could leave float32's range, and the best token has all the mass anyway.
 LEAST_TEMPERATURE = 1e-6
 
@@ -64,13 +66,17 @@ class LogitTable:
         self.rows, self.vocabulary = logits.shape
         groups = -(-self.vocabulary // GROUP)
         logits = logits.detach()
+        penalized = any(block.sampling.penalized for block in blocks)
         if self.vocabulary % GROUP:
             # -inf can never be chosen, so ids past the vocabulary need no case of their own.
             padded = logits.new_full((self.rows, groups * GROUP), -torch.inf, dtype=torch.float32)
             padded[:, : self.vocabulary] = logits
+        elif logits.dtype in _EXACT and not penalized:
+            # Maxima are the same numbers in 16 bits, and of the rest few are read.
+            padded = logits.contiguous()
         else:
             padded = logits.to(torch.float32).contiguous()
-        if any(block.sampling.penalized for block in blocks):
+        if penalized:
             if padded.data_ptr() == logits.data_ptr():
                 padded = padded.clone()
             start = 0
@@ -82,7 +88,7 @@ class LogitTable:
         self._wide = padded
         self._groups_in_row = groups
         self.group_maxima: Values = (
-            self._groups.amax(-1).view(self.rows, groups).cpu().numpy()  # amax hands NaN on
+            self._groups.amax(-1).view(self.rows, groups).float().cpu().numpy()  # hands NaN on
         )
         self.maxima: Values = self.group_maxima.max(axis=1)
         bad = np.flatnonzero(~np.isfinite(self.maxima))
@@ -92,12 +98,12 @@ class LogitTable:
     def group_values(self, rows: Ids, groups: Ids) -> Values:
         """Logits [len(rows), GROUP] of the given groups, one row index for each."""
         index = torch.from_numpy(rows * self._groups_in_row + groups)
-        return self._groups.index_select(0, index.to(self._groups.device)).cpu().numpy()
+        return self._groups.index_select(0, index.to(self._groups.device)).float().cpu().numpy()
 
     def values(self, rows: Ids, token_ids: Ids) -> Values:
         """Logits of token ids [len(rows), m]; -inf past the vocabulary."""
         flat = torch.from_numpy(rows[:, None] * (self._groups_in_row * GROUP) + token_ids)
-        return self._groups.take(flat.to(self._groups.device)).cpu().numpy()
+        return self._groups.take(flat.to(self._groups.device)).float().cpu().numpy()
 
     def first_maxima(self, rows: Ids) -> Ids:
         """Lowest id of the largest logit of each row.
@@ -124,7 +130,7 @@ class LogitTable:
             float32 [m, V or more], 0 past the vocabulary.
         """
         if logits is None and len(rows) == self.rows and (temperatures == 1).all():
-            return self._wide.softmax(-1)
+            return self._wide.float().softmax(-1)
         logits = self.wide(rows) if logits is None else logits
         maxima = torch.from_numpy(self.maxima[rows]).to(logits.device)
         divisors = torch.from_numpy(temperatures).to(torch.float32).to(logits.device)
@@ -136,13 +142,13 @@ class LogitTable:
         return np.asarray(self.maxima - best.log().cpu().numpy())
 
     def wide(self, rows: Ids) -> torch.Tensor:
-        """Logits [len(rows), V or more], on their device; -inf past the vocabulary."""
+        """Float32 logits [len(rows), V or more], on their device; -inf past the vocabulary."""
         index = torch.from_numpy(rows).to(self._groups.device)
-        return self._wide.index_select(0, index)
+        return self._wide.index_select(0, index).float()
 
     def row(self, row: int) -> Values:
         """All V logits of a row."""
-        return self._wide[row, : self.vocabulary].cpu().numpy()
+        return self._wide[row, : self.vocabulary].float().cpu().numpy()
 
     def heads(self, rows: Ids, least: Values) -> list[tuple[Ids, Values]]:
         """Of each row the ids and logits of its tokens at `least` or above, -inf left out.

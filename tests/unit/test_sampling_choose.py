@@ -19,6 +19,7 @@ from flashduet.sampling.choose import (
     choose_rows,
     choose_tokens,
 )
+from flashduet.sampling.noise import GROUP
 from flashduet.sampling.params import Sampling
 from tests.unit import sampling_reference as reference
 
@@ -311,3 +312,19 @@ def test_a_tensor_of_another_kind_is_a_programming_error(logits):
 def test_one_key_a_row():
     with pytest.raises(ValueError, match="2 rows of logits, 1 keys"):
         choose_rows(torch.zeros(2, 5), [RowKey(0, Sampling())])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocabulary", [GROUP * 6, GROUP * 6 + 5])
+def test_logits_in_16_bits_give_what_the_same_numbers_give_in_32(dtype, vocabulary):
+    logits = (torch.randn(12, vocabulary, generator=torch.Generator().manual_seed(3)) * 4).to(dtype)
+    before = logits.clone()
+    for sampling in (
+        Sampling(),
+        Sampling(temperature=0.8, top_p=0.95, seed=3),
+        Sampling(temperature=1.3, top_k=9, min_p=0.02, seed=4),
+        Sampling(temperature=0.9, seed=5, logit_bias={7: 3.0}),
+    ):
+        chosen = choose_drafts(logits, 40, sampling)
+        assert chosen == choose_drafts(logits.float(), 40, sampling)
+    assert torch.equal(logits, before)
