@@ -71,8 +71,8 @@ class LogitTable:
             # -inf can never be chosen, so ids past the vocabulary need no case of their own.
             padded = logits.new_full((self.rows, groups * GROUP), -torch.inf, dtype=torch.float32)
             padded[:, : self.vocabulary] = logits
-        elif logits.dtype in _EXACT and not penalized:
-            # Maxima are the same numbers in 16 bits, and of the rest few are read.
+        elif logits.dtype in _EXACT and all(_only_maximum(block) for block in blocks):
+            # Maxima are the same numbers in 16 bits, and of the rest next to nothing is read.
             padded = logits.contiguous()
         else:
             padded = logits.to(torch.float32).contiguous()
@@ -173,3 +173,7 @@ class LogitTable:
             return np.full(len(rows), -np.inf, dtype=np.float32)
         # The `count` best groups hold a token each at or above the least of their maxima.
         return np.asarray(np.partition(maxima, -count, axis=1)[:, -count])
+
+
+def _only_maximum(block: RowBlock) -> bool:
+    return block.sampling.greedy and not block.sampling.penalized
