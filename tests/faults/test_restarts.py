@@ -174,7 +174,7 @@ def test_two_drafts_share_the_sessions_of_one_target_and_one_is_killed(
         assert not load.failures
         assert load.answers[21] == {tuple(plain)}
         wait_until(lambda: drafts(pair.gateway), "drafting")
-        pair.assert_nothing_left()
+        pair.assert_nothing_left(within_s=30)
         wait_until(lambda: not pair.draft_load(second).sessions, "the second draft's sessions")
         assert not pair.draft_load(second).context_rows
     finally:
