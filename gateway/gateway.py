@@ -124,7 +124,9 @@ class Gateway:
     async def ask_itself(
         self, message: pb.GenerateRequest, route: Route, time_s: float
     ) -> pb.GenerateComplete:
-        """Answer a request of the gateway's own, which is counted nowhere, by these replicas.
+        """Answer a request of the gateway's own, by these replicas.
+
+        It is counted nowhere and has no trace, so that figures of requests are those of clients.
 
         Raises:
             TimeoutError: it took longer than `time_s`.
@@ -137,7 +139,7 @@ class Gateway:
                 complete.CopyFrom(response.complete)
 
         async with asyncio.timeout(time_s):
-            await self._answer(message, keep, "", time.monotonic() + time_s, route)
+            await self._answer(message, keep, None, time.monotonic() + time_s, route)
         return complete
 
     async def check(self, message: pb.GenerateRequest) -> None:
@@ -172,7 +174,7 @@ class Gateway:
         self,
         message: pb.GenerateRequest,
         emit: Emit,
-        traceparent: str,
+        traceparent: str | None,
         deadline: float,
         route: Route | None = None,
     ) -> None:

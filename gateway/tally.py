@@ -122,9 +122,11 @@ class Tally:
         self._seconds: dict[str, float] = {}
         self._undrafted: dict[str, int] = {}
 
-    def request(self, traceparent: str) -> Phase:
-        """The root of the request's trace, below the client's own span if it sent one."""
-        parent = (telemetry.context_of(traceparent) or Context()) if telemetry.enabled() else None
+    def request(self, traceparent: str | None) -> Phase:
+        """The root of the request's trace, below the client's own span if it sent one; None for a
+        request that is nobody's, and leaves no trace in any process."""
+        traced = traceparent is not None and telemetry.enabled()
+        parent = (telemetry.context_of(traceparent or "") or Context()) if traced else None
         return Phase(self, "flashduet.request", parent, counted=False)
 
     def add(self, phase: str, seconds: float) -> None:

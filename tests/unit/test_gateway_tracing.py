@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from flashduet import telemetry
+from gateway.metrics import GatewayMetrics
 from tests.unit.toy_model import ids_of
 from tests.unit.toy_stack import ToyStack, ask
 
@@ -92,6 +93,28 @@ async def test_a_clients_trace_goes_on(stack: ToyStack, spans: InMemorySpanExpor
     assert (
         format(one(spans, "flashduet.request").parent.span_id, "016x") == CLIENT_SPAN.split("-")[2]
     )
+
+
+async def test_what_the_gateway_asks_itself_is_in_no_trace_and_no_figure(
+    stack: ToyStack, spans: InMemorySpanExporter
+) -> None:
+    metrics = GatewayMetrics(stack.gateway)
+    route = stack.router.route(drafted=True)
+    assert route is not None
+    complete = await stack.gateway.ask_itself(ask(PROMPT, max_tokens=18), route, 60)
+    assert complete.speculation.drafted_rounds
+    assert not spans.get_finished_spans()
+    assert set(stack.target.traceparents) == {""}, "nor do the services record anything of it"
+    assert set(stack.draft.traceparents) == {""}
+    counted = [
+        line
+        for line in metrics.render().decode().splitlines()
+        if line.startswith("flashduet_gateway_") and "_limit" not in line and "_build" not in line
+    ]
+    assert {line for line in counted if not line.endswith(" 0.0")} == {
+        "flashduet_gateway_serving 1.0",
+        "flashduet_gateway_drafting 1.0",
+    }
 
 
 async def test_a_failed_phase_ends_as_an_error(

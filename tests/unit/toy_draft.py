@@ -46,6 +46,7 @@ class ToyDraft(DraftServiceServicer):
     context_hit: int = 0
     self_test: draft_pb2.SelfTest | None = None
     openings: list[draft_pb2.ProposeOpen] = field(default_factory=list)
+    traceparents: list[str] = field(default_factory=list)
     sessions: set[bytes] = field(default_factory=set)
     proposals: int = 0
     heartbeats: int = 0
@@ -71,6 +72,7 @@ class ToyDraft(DraftServiceServicer):
         try:
             async for request in request_iterator:
                 kind = request.WhichOneof("message")
+                self.traceparents.append(request.traceparent)
                 if kind == "block" and self.freezes_at == request.block.round:
                     self.frozen = True
                 if self.frozen:
