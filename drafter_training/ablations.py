@@ -36,6 +36,10 @@ ABLATIONS: dict[str, dict[str, Change]] = {
     "layers": {str(n): _shape(layers=n) for n in (1, 2, 3, 5)},
     "features": {str(n): _shape(features=n) for n in (1, 3, 5)},
     "block": {str(n): _shape(block_length=n) for n in (4, 8, 16)},
+    "short-blocks": {
+        f"{share:g}": lambda p, share=share: replace(p, short_blocks=share)  # type: ignore[misc]
+        for share in (0.0, 0.75)
+    },
     "anchors": {
         "random": lambda p: p,
         "fixed": lambda p: replace(p, anchor_kind="fixed"),

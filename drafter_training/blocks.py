@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -23,7 +23,8 @@ class BlockRule:
     length: anchor and the slots after it. anchors: at most so many blocks a sequence. kind: random
     anchors, or every length-th position of the answer (then a random choice of those, if there are
     too many). given: what the slots after the anchor hold, masks, or the true tokens (for an
-    autoregressive drafter, which sees its own right guesses).
+    autoregressive drafter, which sees its own right guesses). short_share: of the passes, for
+    blocks of half the length, twice as many (see `drawn`).
     """
 
     length: int
@@ -31,6 +32,24 @@ class BlockRule:
     anchors: int
     kind: AnchorKind = "random"
     given: BlockInput = "masks"
+    short_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.short_share <= 1:
+            raise ValueError(f"short blocks: {self.short_share} given, between 0 and 1 expected")
+
+    def drawn(self, generator: torch.Generator) -> BlockRule:
+        """The rule of one training pass: this one, or the one for short blocks.
+
+        While few drafts are accepted, the last slots of a block are hardly ever reached: a pass
+        over twice as many blocks of half the length costs as much and shows the first slots twice
+        as much. Some long ones remain, so that the drafter knows the length that it is served at.
+        """
+        if self.length < 4 or not self.short_share:
+            return self
+        if float(torch.rand((), generator=generator)) >= self.short_share:
+            return self
+        return replace(self, length=self.length // 2, anchors=2 * self.anchors)
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,16 @@ from rich.table import Table
 
 from drafter_training import cli_options as options
 
+_MEASURED = 64
+"""Held-out sequences that a variant is measured on: twice a run's, for differences are small."""
+
 
 def ablate(
     name: Annotated[
         str,
         typer.Argument(
-            help="layers, features, block, anchors, weighting, distillation, start, rate or "
-            "injection."
+            help="layers, features, block, short-blocks, anchors, weighting, distillation, start, "
+            "rate or injection."
         ),
     ],
     data: options.Data,
@@ -48,6 +51,7 @@ def ablate(
             steps=None if minutes else steps,
             minutes=minutes,
             checkpoint_seconds=float("inf"),
+            held_out=_MEASURED,
             seed=seed,
         )
         for row in Ablation(workspace, data, settings).run(name):

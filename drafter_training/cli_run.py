@@ -41,6 +41,12 @@ def run(
     block_length: Annotated[
         int | None, typer.Option(min=2, help="Anchor and masks.", show_default=False)
     ] = None,
+    short_blocks: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Share of passes over blocks half as long.", show_default=False
+        ),
+    ] = None,
     mask_token_id: Annotated[
         int | None, typer.Option(min=0, help="Default: a spare one.", show_default=False)
     ] = None,
@@ -89,6 +95,7 @@ def run(
             shape=replace(given.shape, **shape),
             loss=replace(given.loss, **loss),
             anchors=anchors or given.anchors,
+            short_blocks=given.short_blocks if short_blocks is None else short_blocks,
         )
         settings = chosen(
             epochs=epochs,

@@ -68,9 +68,11 @@ class Objective(nn.Module):
         count = settings.common_tokens or len(token_counts)
         self.common = token_counts.topk(min(count, len(token_counts))).indices
 
-    def forward(self, batch: Batch, generator: torch.Generator) -> Outcome:
-        """generator: on the CPU; decides anchors and random tokens."""
-        blocks = sample_blocks(batch, self.settings.blocks, generator)
+    def forward(
+        self, batch: Batch, generator: torch.Generator, rule: BlockRule | None = None
+    ) -> Outcome:
+        """generator: on the CPU; decides anchors and random tokens. rule: None: the settings'."""
+        blocks = sample_blocks(batch, rule or self.settings.blocks, generator)
         hidden = denoise(self.network, batch, self.target.embedding, blocks)
         if self.settings.blocks.given == "truth":
             return self._outcome(hidden[:, :, :-1], blocks, batch, generator)

@@ -16,7 +16,8 @@ class Preset:
     """From no data to a drafter.
 
     answer_tokens: to be generated. slots: sequences decoded at once. anchors: blocks a sequence and
-    step. common_tokens: see `ObjectiveSettings`. cache_gib: features kept on disk at most.
+    step. short_blocks: share of passes over short ones, see `BlockRule.drawn`. common_tokens: see
+    `ObjectiveSettings`. cache_gib: features kept on disk at most.
     """
 
     answer_tokens: int
@@ -26,6 +27,7 @@ class Preset:
     loss: LossRule = field(default_factory=LossRule)
     anchors: int = 24
     anchor_kind: AnchorKind = "random"
+    short_blocks: float = 0.0
     common_tokens: int = 4096
     train: TrainSettings = field(default_factory=TrainSettings)
     cache_gib: float = 16.0

@@ -161,7 +161,8 @@ class Trainer:
             alone = accelerator.num_processes == 1
             later = contextlib.nullcontext() if last or alone else self._replica.no_sync()
             with later:
-                loss = self._replica(batch, generator).loss / settings.accumulation
+                rule = self.blocks.drawn(generator)
+                loss = self._replica(batch, generator, rule).loss / settings.accumulation
                 accelerator.backward(loss)
             total += float(loss.detach())
         rate = settings.learning_rate * cosine(done, settings.warmup)

@@ -83,7 +83,14 @@ class Workspace:
         """The preset's objective for blocks of this length."""
         preset = self.preset
         given: BlockInput = "truth" if preset.shape.autoregressive else "masks"
-        rule = BlockRule(block_length, mask_token_id, preset.anchors, preset.anchor_kind, given)
+        rule = BlockRule(
+            block_length,
+            mask_token_id,
+            preset.anchors,
+            preset.anchor_kind,
+            given,
+            preset.short_blocks,
+        )
         return ObjectiveSettings(rule, preset.loss, preset.common_tokens)
 
     def assemble(

@@ -60,7 +60,7 @@ def test_runs_are_begun_resumed_and_not_mixed_up(root: Path) -> None:
     assert "num_layers" in invoke(*wrong, expect=1).output
 
 
-@pytest.mark.parametrize("name", ["injection", "features", "block"])
+@pytest.mark.parametrize("name", ["injection", "features", "block", "short-blocks"])
 def test_an_ablation_trains_every_variant(root: Path, name: str) -> None:
     found = invoke("ablate", name, *common(root), "--data", root / "data", "--steps", 2, "--json")
     rows = json.loads(found.stdout.strip().splitlines()[-1])["rows"]

@@ -142,6 +142,19 @@ def test_fixed_anchors_stand_at_the_answers_every_fourth_token() -> None:
     assert sorted(blocks.anchors[blocks.valid].tolist()) == [5, 9, 13, 17]
 
 
+def test_a_share_of_passes_has_short_blocks_and_twice_as_many() -> None:
+    rule = BlockRule(8, mask_token_id=1, anchors=3, short_share=0.75)
+    drawn = [rule.drawn(torch.Generator().manual_seed(seed)) for seed in range(400)]
+    short = [one for one in drawn if one.length == 4]
+    assert {(one.length, one.anchors) for one in drawn} == {(8, 3), (4, 6)}
+    assert 270 < len(short) < 330
+    assert drawn == [rule.drawn(torch.Generator().manual_seed(seed)) for seed in range(400)]
+    whole = BlockRule(8, mask_token_id=1, anchors=3)
+    assert all(whole.drawn(torch.Generator().manual_seed(seed)) == whole for seed in range(40))
+    with pytest.raises(ValueError, match="short blocks"):
+        BlockRule(8, mask_token_id=1, anchors=3, short_share=1.5)
+
+
 def test_slot_weights_follow_their_formulas() -> None:
     known = torch.tensor([[True, True, True], [True, False, False]])
     q = torch.tensor([[0.5, 0.2, 0.9], [0.4, 0.7, 0.7]])

@@ -22,7 +22,7 @@ from drafter_training.shards import Sequence, ShardFolder
 from drafter_training.trainer import Trainer, TrainSettings
 
 VOCABULARY, HIDDEN, BLOCK, TAPS, MASK = 64, 32, 4, [0, 1], 3
-RULE = BlockRule(BLOCK, MASK, anchors=4)
+RULE = BlockRule(BLOCK, MASK, anchors=4, short_share=0.5)
 
 
 def tiny_llama() -> LlamaForCausalLM:
