@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashduet.errors import CheckpointError, ConfigurationError
-from flashduet.models_cache import Progress, cached_gguf_folder, no_progress
+from flashduet.models_cache import Progress, no_progress
 from flashduet.models_default import DEFAULT_TARGET_NAME, fetch_default_target
+from flashduet.models_gguf import cached_gguf_folder
 
 if TYPE_CHECKING:
     from flashduet.v1.common_pb2 import ModelFacts

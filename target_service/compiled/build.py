@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
@@ -17,7 +15,7 @@ from filelock import Timeout
 
 from flashduet.errors import ConfigurationError
 from flashduet.hardware import compute_threads
-from flashduet.models_cache import locked
+from flashduet.models_cache import locked, put_in_place, staging
 from target_service.compiled.checks import check_logits
 from target_service.compiled.graph import trace
 from target_service.compiled.library import build_library
@@ -113,29 +111,21 @@ def compile_pass(target: LoadedTarget, path: Path) -> None:
     name, ids = target.facts.name, vary(_PROBE_TOKENS, target.config.vocab_size)
     with torch.inference_mode():
         plain = target.model(input_ids=ids, use_cache=False).logits[0]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # What a compilation that was killed left; there is one at a time.
-    for left in path.parent.glob(f".{path.name}-*"):
-        shutil.rmtree(left, ignore_errors=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    try:
-        program, layers = trace(target)
-        with torch.no_grad(), _working_in(staging / "work"):
-            made = torch._inductor.aoti_compile_and_package(
-                program,
-                package_path=str(staging / "package.pt2"),
-                inductor_configs=_CONFIG,
-            )
-        unpacked = _unpack(Path(made), staging / "package")
-        check_logits(CompiledModel(unpacked, layers).probe(ids, target.dtype), plain)
-        unpacked.rename(path)
-    except ConfigurationError:
-        raise
-    except Exception as error:  # whatever a tracer or a compiler finds no answer to
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
-        raise ConfigurationError(f"{name} cannot be compiled: {reason}") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    with staging(path.parent) as room:
+        try:
+            program, layers = trace(target)
+            with torch.no_grad(), _working_in(room / "work"):
+                made = torch._inductor.aoti_compile_and_package(
+                    program, package_path=str(room / "package.pt2"), inductor_configs=_CONFIG
+                )
+            unpacked = _unpack(Path(made), room / "package")
+            check_logits(CompiledModel(unpacked, layers).probe(ids, target.dtype), plain)
+        except ConfigurationError:
+            raise
+        except Exception as error:  # whatever a tracer or a compiler finds no answer to
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
+            raise ConfigurationError(f"{name} cannot be compiled: {reason}") from error
+        put_in_place(unpacked, path)
 
 
 def _unpack(archive: Path, folder: Path) -> Path:

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import shutil
 import subprocess
-import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +19,7 @@ from filelock import Timeout
 
 import flashduet.native
 from flashduet.errors import ConfigurationError
-from flashduet.models_cache import cache_root, locked
+from flashduet.models_cache import cache_root, locked, put_in_place, staging
 from target_service.compiled.checks import check_attention
 from target_service.compiled.package import NO_COMPILER, compiler, processor
 
@@ -66,19 +63,16 @@ def build_library() -> Path:
     try:
         with locked(path.stem):
             if not path.is_file():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                # What a compilation that was killed left; there is one at a time.
-                for left in path.parent.glob(f".{path.stem}-*"):
-                    shutil.rmtree(left, ignore_errors=True)
-                prefix = f".{path.stem}-"
-                with tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent) as staging:
-                    made = Path(staging) / path.name
+                with staging(path.parent) as room:
+                    made = room / path.name
                     _compile(made)
                     with _loading:
                         _try(made)
-                    os.replace(made, path)
+                    put_in_place(made, path)
     except Timeout as error:
         raise ConfigurationError(f"another process is compiling {path.name}") from error
+    except OSError as error:
+        raise ConfigurationError(f"the cache cannot be written: {error}") from error
     return path
 
 
