@@ -19,7 +19,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from flashduet.errors import InvalidRequest
+from flashduet.errors import ConfigurationError, InvalidRequest
 from flashduet.sampling.params import Sampling
 from flashduet.settings import DtypeChoice
 from flashduet_cli import options
@@ -60,6 +60,12 @@ def lossless(
     random_drafter: Annotated[
         bool, typer.Option("--random-drafter", help="Also with a drafter of random weights.")
     ] = False,
+    official: Annotated[
+        bool,
+        typer.Option(
+            "--official", help="Also by the package `dflash`, in this process; greedy only."
+        ),
+    ] = False,
     partial: Annotated[
         Path | None,
         typer.Option(help="Append every answer to this file at once.", show_default=False),
@@ -83,6 +89,8 @@ def lossless(
         fail(error.message, 2)
     if dtype == "auto":
         fail("--dtype: the same for all is needed here; give float32, bfloat16 or float16", 2)
+    if official and not sampling.greedy:
+        fail("--official: greedy only, for the package samples with noise of its own", 2)
     config = StackConfig(
         model=model,
         drafter=drafter,
@@ -94,6 +102,13 @@ def lossless(
     )
     if not config.has_drafter:
         fail(f"no drafter is known for {config.model_reference}; name one with --drafter", 2)
+    if official:
+        from flashduet_cli.lossless.official import check_installed
+
+        try:
+            check_installed()
+        except ConfigurationError as error:
+            fail(error.message, 2)
     settings = CheckSettings(
         config=config,
         prompts_file=prompts,
@@ -103,6 +118,7 @@ def lossless(
         sampling=sampling,
         block_lengths=_block_lengths(block_lengths),
         random_drafter=random_drafter,
+        official=official,
         partial=partial,
         verbose=verbose,
     )

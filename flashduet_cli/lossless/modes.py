@@ -10,11 +10,13 @@ from flashduet.client import SpeculationMode
 # What all others are compared with: the target alone, through the same services.
 BASE = "off"
 TRANSFORMERS = "transformers"
+OFFICIAL = "dflash"
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way: through the services with these options, or (`speculation` None) by Transformers.
+    """One way: through the services with these options, or (`speculation` None) by Transformers or the
+    official package in this process.
 
     `as_chat` sends the message for the gateway to render; otherwise the ids are sent.
     """
@@ -36,3 +38,4 @@ def service_modes(block_lengths: Sequence[int]) -> list[Mode]:
 
 RANDOM_DRAFTER = Mode("random-drafter", "fixed")
 BY_TRANSFORMERS = Mode(TRANSFORMERS, None)
+BY_OFFICIAL = Mode(OFFICIAL, None)

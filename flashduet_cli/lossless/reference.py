@@ -27,7 +27,7 @@ class Reference:
     def __init__(self, folder: Path, dtype: str) -> None:
         disable_progress_bar()  # the command draws its own
         self._folder = folder
-        self._model = _load(folder, getattr(torch, dtype))
+        self._model = load_model(folder, getattr(torch, dtype))
         self._double: Any = None
 
     def greedy(self, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
@@ -65,7 +65,7 @@ class Reference:
     def exact_logits(self, token_ids: Sequence[int]) -> Logits:
         """Logits [V] after `token_ids`, computed in float64 from the same weights."""
         if self._double is None:
-            self._double = _load(self._folder, torch.float64)
+            self._double = load_model(self._folder, torch.float64)
             for module in self._double.modules():
                 if type(module).__name__.endswith("RotaryEmbedding"):
                     # Angles are float32 in every pass, so their rounding is the model's own.
@@ -103,6 +103,7 @@ def _resume(module: Any, arguments: Any, output: Any) -> None:
     _InDouble.paused = False
 
 
-def _load(folder: Path, dtype: torch.dtype) -> Any:
+def load_model(folder: Path, dtype: torch.dtype) -> Any:
+    """The checkpoint as Transformers loads it, for inference on the CPU."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return model.eval()

@@ -21,6 +21,7 @@ from flashduet.sampling.params import Sampling
 from flashduet_cli.console import note
 from flashduet_cli.lossless.modes import (
     BASE,
+    BY_OFFICIAL,
     BY_TRANSFORMERS,
     RANDOM_DRAFTER,
     Mode,
@@ -58,6 +59,8 @@ class CheckSettings:
     # Besides the drafter's own.
     block_lengths: Sequence[int]
     random_drafter: bool
+    # Also by the official package, in this process; greedy only.
+    official: bool
     # Every answer is appended to this file at once.
     partial: Path | None
     verbose: bool
@@ -68,6 +71,8 @@ class CheckSettings:
             modes.append(RANDOM_DRAFTER)
         if self.sampling.greedy:
             modes.append(BY_TRANSFORMERS)
+        if self.official:
+            modes.append(BY_OFFICIAL)
         return modes
 
     def describe(self) -> dict[str, object]:
@@ -112,6 +117,8 @@ class Check:
                     await self._services(client, [RANDOM_DRAFTER])
         if settings.sampling.greedy:
             await self._transformers()
+        if settings.official:
+            await self._official()
         await self._judge()
         self.report.complete = True
         return self.report
@@ -154,6 +161,17 @@ class Check:
                 reference.greedy, prompt.token_ids, self._settings.max_tokens
             )
             self._take(BY_TRANSFORMERS, prompt, Answer(tuple(tokens)))
+
+    async def _official(self) -> None:
+        from flashduet_cli.lossless.official import OfficialDFlash
+
+        settings = self._settings
+        official = await asyncio.to_thread(
+            OfficialDFlash, self._model_folder, self._drafter_folder(), settings.dtype
+        )
+        for prompt in self._prompts:
+            answer = await asyncio.to_thread(official.greedy, prompt.token_ids, settings.max_tokens)
+            self._take(BY_OFFICIAL, prompt, answer)
 
     def _take(self, mode: Mode, prompt: FilePrompt, answer: Answer) -> None:
         answers = self.report.answers.setdefault(mode.name, {})
@@ -211,7 +229,9 @@ class Check:
             )
         return self._reference
 
-    def _random_drafter(self, folder: Path) -> str:
+    def _drafter_folder(self) -> Path:
         given = self._settings.config.drafter or os.environ.get("FLASHDUET_DRAFT_MODEL", "default")
-        source = shipped_drafter() if given == "default" else resolve_model(given)
-        return str(write_random_drafter(source, folder / "random-drafter"))
+        return shipped_drafter() if given == "default" else resolve_model(given)
+
+    def _random_drafter(self, folder: Path) -> str:
+        return str(write_random_drafter(self._drafter_folder(), folder / "random-drafter"))

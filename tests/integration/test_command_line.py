@@ -119,14 +119,14 @@ def test_kill_9_of_the_command_while_it_loads_leaves_no_process(models):
     wait_until(lambda: not any(map(is_running, children)), "the services to follow their command")
 
 
-GREEDY = ["--block-lengths", "4"]
+GREEDY = ["--block-lengths", "4", "--official"]
 HOT = ["--temperature", "60", "--seed", "7", "--random-drafter"]
 
 
 @pytest.mark.parametrize(
     ("options", "modes"),
     [
-        (GREEDY, {"off", "draft", "block-4", "transformers"}),
+        (GREEDY, {"off", "draft", "block-4", "transformers", "dflash"}),
         (HOT, {"off", "draft", "random-drafter"}),
     ],
     ids=["greedy", "hot"],
@@ -146,3 +146,13 @@ def test_check_lossless_passes_on_a_tiny_pair(models, prompts, options, modes):
     assert report["modes"]["draft"]["drafted_tokens"] > 0
     if options is HOT:
         assert report["acceptance_length"] > 1, "under strong noise both follow the same noise"
+    else:
+        ours, official = report["modes"]["draft"], report["modes"]["dflash"]
+        assert official["rounds"] == ours["rounds"], "the same drafter gets the same rounds"
+
+
+def test_the_official_package_is_compared_greedily_only(models, prompts):
+    sampled = ("--official", "--temperature", "0.8")
+    result = flashduet("check", "lossless", "--prompts", str(prompts), *sampled, *models)
+    assert result.returncode == 2
+    assert "greedy only" in result.stderr

@@ -76,6 +76,7 @@ def checked(target, tmp_path, monkeypatch):
         max_tokens=TOKENS,
         sampling=Sampling(),
         block_lengths=[4],
+        official=False,
         random_drafter=False,
         partial=tmp_path / "partial.jsonl",
         verbose=False,
