@@ -82,6 +82,8 @@ def load_in_background(work: Callable[[], Loaded]) -> asyncio.Future[Loaded]:
             return
         if error is not None:
             future.set_exception(error)
+            # Whoever was told to stop meanwhile does not ask, which is no mistake of ours.
+            future.exception()
         else:
             future.set_result(cast(Loaded, result))
 

@@ -249,5 +249,8 @@ def _set_all(ends: Sequence[End]) -> None:
             continue  # Its caller has gone.
         if isinstance(end, Exception):
             job.future.set_exception(end)
+            # A round's follower is awaited only by a caller who stays; one who went is no mistake
+            # of ours, which asyncio would take it for.
+            job.future.exception()
         else:
             job.future.set_result(end)

@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +134,23 @@ async def test_closing_fails_what_waits(tiny: TinyTarget) -> None:
     assert all(isinstance(result, Unavailable) for result in results)
     with pytest.raises(Unavailable):
         await scheduler.prefill(fresh(5), None)
+
+
+async def test_steps_that_nobody_waits_for_fail_in_silence(tiny: TinyTarget) -> None:
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
+    scheduler, given = new_scheduler(tiny), fresh(5)
+    scheduler.start()
+    await scheduler.prefill(given, None)
+    rounds = scheduler.rounds(given, None, given.anchor_position, [], more_steps=8)
+    with slowed(tiny, 0.1):
+        await anext(rounds)
+        await scheduler.close()
+    await asyncio.sleep(0)
+    await rounds.aclose()
+    del rounds
+    gc.collect()
+    assert not complaints
 
 
 async def test_an_idle_engine_holds_no_session(scheduler: Scheduler, tiny: TinyTarget) -> None:
