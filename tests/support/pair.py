@@ -185,6 +185,7 @@ class Pair:
             held |= {
                 "draft sessions": drafted.sessions,
                 "draft context rows": drafted.context_rows,
+                "draft context blocks": drafted.context_blocks - drafted.free_context_blocks,
                 "draft queued proposals": drafted.queued_proposals,
             }
         if "gateway" not in without:
