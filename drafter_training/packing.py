@@ -1,4 +1,4 @@
-"""One pass of the drafter over many blocks of a batch: dense masks on CPU, FlexAttention on GPU."""
+"""One pass of the drafter over many blocks of a batch: block by block, or FlexAttention on GPUs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from draft_service.masks import LayerMask, attention_masks
 from draft_service.network import DFlashNetwork, KeysValues
+from drafter_training.block_attention import attend_in_blocks
 from drafter_training.blocks import Blocks
 from drafter_training.dataset import Batch
 from drafter_training.variants import FusedInputNetwork
@@ -44,8 +45,41 @@ def denoise(
         hidden = run_sparse(network, block, positions, context, anchors)
     else:
         masks = attention_masks(network.config.layer_masks, positions, places, anchors)
-        hidden = network(block, positions, context, masks)
+        hidden = run_dense(network, block, positions, context, masks, blocks.positions.shape[-1])
     return hidden.view(*blocks.positions.shape, -1)
+
+
+def run_dense(
+    network: DFlashNetwork,
+    block: torch.Tensor,
+    positions: torch.Tensor,
+    context: list[KeysValues],
+    masks: dict[LayerMask, torch.Tensor | None],
+    slots: int,
+) -> torch.Tensor:
+    """The same pass on a CPU, in which no block's rows are multiplied with another's keys.
+
+    Args:
+        block: [N, Q, H]. positions: int64 [N, Q]. context: of each layer.
+        masks: bool [N, Q, c+Q] of each kind of layer. slots: rows of a block.
+    """
+    context_rows = context[0].keys.shape[2]
+    seen = {kind: of_own_block(mask, context_rows, slots) for kind, mask in masks.items()}
+
+    def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        layer = context[index]
+        mask = seen[network.config.layer_masks[index]]
+        return attend_in_blocks(q, layer.keys, layer.values, k, v, mask)
+
+    return network.run(block, positions, attend)
+
+
+def of_own_block(mask: torch.Tensor | None, context_rows: int, slots: int) -> torch.Tensor:
+    """Of a mask [N, Q, c+Q] the context's columns and those of each row's block: [N, A, B, c+B]."""
+    assert mask is not None  # many blocks share the pass
+    rows = mask.unflatten(1, (-1, slots))
+    own = rows[..., context_rows:].unflatten(-1, (-1, slots))  # [N, A, B, A, B]
+    return torch.cat([rows[..., :context_rows], own.diagonal(dim1=1, dim2=3).movedim(-1, 1)], -1)
 
 
 def run_sparse(

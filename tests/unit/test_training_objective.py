@@ -10,12 +10,14 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from draft_service.masks import LayerMask, attention_mask
+from draft_service.network import folded_attention
 from drafter_training.acceptance import agreed, every_draft, walk, walk_tau
+from drafter_training.block_attention import attend_in_blocks
 from drafter_training.blocks import BlockRule, Blocks, cut_blocks, every_block, sample_blocks
 from drafter_training.dataset import Batch
 from drafter_training.drafter import target_head
 from drafter_training.loss import LossRule, slot_weights, usual_gamma
-from drafter_training.packing import denoise, run_sparse, sparse_mask
+from drafter_training.packing import denoise, of_own_block, run_sparse, sparse_mask
 from drafter_training.studies import posterior_noise, second_pass
 from drafter_training.variants import FusedInputNetwork
 from tests.unit.training_support import (
@@ -115,6 +117,38 @@ def test_flex_attention_gives_the_states_of_the_dense_mask() -> None:
             attention=flex_attention,
         )
     torch.testing.assert_close(sparse.view_as(dense), dense, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [LayerMask(), LayerMask(is_causal=True), LayerMask(window=3), LayerMask(True, 6)],
+    ids=str,
+)
+def test_attention_block_by_block_is_that_of_the_dense_mask(kind: LayerMask) -> None:
+    generator = torch.Generator().manual_seed(4)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).requires_grad_()
+
+    q, own_keys, own_values = draw(2, 20, 6, 8), draw(2, 20, 2, 8), draw(2, 20, 2, 8)
+    keys, values = draw(2, 2, 30, 8), draw(2, 2, 30, 8)
+    given = (q, keys, values, own_keys, own_values)
+    starts = torch.tensor([[9, 3, 25, 1, 14], [2, 8, 20, 11, 29]])
+    positions = (starts[..., None] + torch.arange(4)).flatten(1)
+    anchors, places = starts.repeat_interleave(4, 1), torch.arange(30).expand(2, -1)
+    mask = attention_mask(kind, positions, places, anchors)
+    assert mask is not None
+    joined = [
+        torch.cat([of_context, own.transpose(1, 2)], 2)
+        for of_context, own in ((keys, own_keys), (values, own_values))
+    ]
+    dense = folded_attention(q, *joined, mask)
+    split = attend_in_blocks(*given, of_own_block(mask, 30, 4))
+    torch.testing.assert_close(split, dense, rtol=1e-5, atol=1e-5)
+    toward = torch.randn(dense.shape, generator=generator)
+    wanted = torch.autograd.grad(dense, given, toward)
+    for ours, theirs in zip(torch.autograd.grad(split, given, toward), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_anchors_lie_inside_the_answer_and_labels_are_the_tokens_after_them() -> None:
