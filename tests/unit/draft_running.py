@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,25 +98,28 @@ def settings_for(tmp_path: Path, **changes: object) -> DraftSettings:
     return DraftSettings.load(**{**fields, **changes})
 
 
+@asynccontextmanager
+async def served(models_folder: Path, tmp_path: Path, **changes: object) -> AsyncIterator[Running]:
+    """The tiny drafter, by `settings_for` with these changes."""
+    drafter, target = models_folder / "drafter", models_folder / "target"
+    service = DraftService(
+        settings_for(tmp_path, **{"model": str(drafter), "target_model": str(target), **changes})
+    )
+    await service.start()
+    channel = rpc.open_channel(f"127.0.0.1:{service.port}")
+    facts = models.model_facts(target, "tiny", pb.DATA_TYPE_FLOAT32)
+    yield Running(service, channel, facts, engine_of(drafter, target))
+    await channel.close()
+    await service.stop()
+
+
 @pytest.fixture
 async def running(
     tiny_models: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> AsyncIterator[Running]:
-    """Started with `settings_for`, changed by the test's own indirect parameter."""
-    settings = settings_for(
-        tmp_path,
-        model=str(tiny_models / "drafter"),
-        target_model=str(tiny_models / "target"),
-        **getattr(request, "param", {}),
-    )
-    service = DraftService(settings)
-    await service.start()
-    channel = rpc.open_channel(f"127.0.0.1:{service.port}")
-    reference = engine_of(tiny_models / "drafter", tiny_models / "target")
-    facts = models.model_facts(tiny_models / "target", "tiny", pb.DATA_TYPE_FLOAT32)
-    yield Running(service, channel, facts, reference)
-    await channel.close()
-    await service.stop()
+    """Changed by the test's own indirect parameter."""
+    async with served(tiny_models, tmp_path, **getattr(request, "param", {})) as started:
+        yield started
 
 
 def new_id() -> bytes:

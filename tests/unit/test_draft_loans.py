@@ -2,56 +2,31 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from draft_service.engine import Engine
-from draft_service.service import DraftService
 from draft_service.work import IngestWork, ProposeWork, StepResult
-from flashduet import models, rpc
 from flashduet.transport import loans
 from flashduet.transport.base import LENT_RECORDS, FeatureSender
-from flashduet.transport.negotiation import open_sender
-from flashduet.transport.options import TransportOptions
-from flashduet.v1 import common_pb2 as pb
 from flashduet.v1 import draft_pb2 as dp
+from tests.support.rings import mappings
 from tests.unit.draft_peers import TargetPeer
-from tests.unit.draft_running import Running, new_id, refusal, settings_for
-from tests.unit.drafting import engine_of, until
+from tests.unit.draft_rings import hand_ring_over, running, sockets
+from tests.unit.draft_running import Running, new_id, refusal
+from tests.unit.drafting import until
+
+__all__ = ["running", "sockets"]
 
 
-@pytest.fixture
-def sockets() -> Iterator[Path]:
-    """A folder whose name leaves room for a Unix socket's: pytest's own are too long."""
-    with tempfile.TemporaryDirectory(prefix="fd") as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
-async def running(
-    tiny_models: Path, tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Running]:
-    monkeypatch.setattr(loans, "LEAST_LENT_BYTES", 1)  # a tiny drafter's chunks are small
-    settings = settings_for(
-        tmp_path,
-        model=str(tiny_models / "drafter"),
-        target_model=str(tiny_models / "target"),
-        transports="memfd",
-        socket_dir=sockets,
-    )
-    service = DraftService(settings)
-    await service.start()
-    channel = rpc.open_channel(f"127.0.0.1:{service.port}")
-    facts = models.model_facts(tiny_models / "target", "tiny", pb.DATA_TYPE_FLOAT32)
-    reference = engine_of(tiny_models / "drafter", tiny_models / "target")
-    yield Running(service, channel, facts, reference)
-    await channel.close()
-    await service.stop()
+@pytest.fixture(autouse=True)
+def small_loans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny drafter's chunks are small."""
+    monkeypatch.setattr(loans, "LEAST_LENT_BYTES", 1)
 
 
 class Lender(TargetPeer):
@@ -80,12 +55,7 @@ class Lender(TargetPeer):
 @asynccontextmanager
 async def lender(running: Running, sockets: Path, *capabilities: str) -> AsyncIterator[Lender]:
     target = Lender(running.channel, running.facts)
-    await target.send(target.hello(offers=[pb.TRANSPORT_MEMFD], capabilities=capabilities))
-    welcome = (await target.receive()).welcome
-    options = TransportOptions("memfd", "cpu", sockets, ring_bytes=1 << 20)
-    target.sender, attach = await open_sender(welcome.accepted, welcome.draft_instance_id, options)
-    await target.send(dp.IngestRequest(attach=attach))
-    assert (await target.receive()).HasField("attached")
+    target.sender = await hand_ring_over(target, sockets, capabilities=capabilities)
     yield target
     await target.end()
     target.sender.close()
@@ -201,19 +171,16 @@ async def test_sessions_that_end_while_their_chunks_are_lent_give_them_back(
 async def test_a_target_that_dies_takes_its_ring_with_it_once_it_is_read(
     running: Running, sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def rings() -> int:
-        return Path("/proc/self/maps").read_text().count("flashduet-ring")
-
     engine, gateway = HeldUp(monkeypatch), running.gateway()
-    session, features, before = new_id(), running.features(20), rings()
+    session, features, before = new_id(), running.features(20), mappings()
     async with lender(running, sockets, LENT_RECORDS) as target:
         await gateway.open(session, target)
         assert (await target.lend(session, 0, features, 20)).ack.lent
         await until(lambda: engine.steps == 1)
-    assert rings() == before + 1
+    assert mappings() == before + 1
     engine.may_go.set()
     drafted = await gateway.propose(session, 21)
     assert list(drafted.proposal.token_ids) == running.drafts(features, 5, 8)
     await gateway.end()
     await running.emptied()
-    await until(lambda: rings() == before)
+    await until(lambda: mappings() == before)

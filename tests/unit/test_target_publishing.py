@@ -17,6 +17,7 @@ from flashduet.errors import ConfigurationError
 from flashduet.v1 import common_pb2
 from target_service.service import TargetService
 from target_service.settings import TargetSettings
+from tests.support.rings import mappings
 from tests.unit.target_server_support import (
     WAIT_S,
     IngestPeer,
@@ -272,7 +273,7 @@ async def test_rings_leave_neither_mapping_nor_descriptor(tiny: TinyTarget, tmp_
 
 def _rings_mapped() -> int:
     gc.collect()
-    return Path("/proc/self/maps").read_text().count("memfd:flashduet-ring")
+    return mappings()
 
 
 def _descriptors() -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +17,8 @@ from flashduet.transport.inline import InlineReceiver, InlineSender
 from flashduet.transport.loans import LEAST_LENT_BYTES, LENT_SHARE
 from flashduet.transport.memfd import MemfdSender, open_receiver
 from flashduet.v1 import common_pb2 as pb
+from tests.support.rings import CPU, SESSION, mappings
 
-CPU = torch.device("cpu")
-SESSION = bytes(range(16))
 WIDTH = 1024
 ROWS = LEAST_LENT_BYTES // (WIDTH * 2)  # of bfloat16: just enough
 ROOM = 8  # loans of ROWS at a time
@@ -63,10 +61,6 @@ def pair() -> Iterator[Pair]:
 
 def features_of(rows: int = ROWS) -> torch.Tensor:
     return torch.randn(rows, WIDTH).bfloat16()
-
-
-def mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("flashduet-ring")
 
 
 def test_a_loan_is_the_ring_s_own_memory(pair: Pair) -> None:

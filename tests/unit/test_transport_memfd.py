@@ -17,19 +17,11 @@ from flashduet.transport import memfd
 from flashduet.transport.memfd import MemfdSender, create_ring, map_ring, open_receiver
 from flashduet.transport.options import MAX_RING_BYTES, MIN_RING_BYTES
 from flashduet.v1 import common_pb2 as pb
+from tests.support.rings import CPU, descriptors, mappings
 
-CPU = torch.device("cpu")
 SIZE = 1 << 20
 SESSION = bytes(16)
 SHRINK, GROW, FUTURE_WRITE = fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, 0x10
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("flashduet-ring")
 
 
 def raw_memfd(size: int, seals: int, *, allocate: bool = True) -> int:

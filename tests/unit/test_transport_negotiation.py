@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from flashduet.transport.negotiation import (
 from flashduet.transport.options import MAX_RING_BYTES, MIN_RING_BYTES, TransportOptions
 from flashduet.v1 import common_pb2 as pb
 from flashduet.v1 import draft_pb2
+from tests.support.rings import descriptors
 
 MEMFD, INLINE, CUDA_IPC = pb.TRANSPORT_MEMFD, pb.TRANSPORT_INLINE, pb.TRANSPORT_CUDA_IPC
 RING = 1 << 20
@@ -86,10 +86,10 @@ async def test_auto_falls_through_to_inline_on_another_host_and_says_so(
     instance = secrets.token_bytes(16)
     draft = Receivers(instance, options(tmp_path / "there"))
     await draft.start()
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     with caplog.at_level(logging.INFO):
         transport, sent, arrived = await connect(draft, instance, options(tmp_path / "here"))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
     await draft.close()
     assert transport == INLINE
     assert torch.equal(sent, arrived)

@@ -1,4 +1,4 @@
-"""Handing a ring over: who may, what is refused, and that nothing stays behind."""
+"""Handing a ring over: who may, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,50 +9,21 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from flashduet.errors import ConfigurationError, Incompatible, TransportError
+from flashduet.errors import Incompatible, TransportError
 from flashduet.transport import rendezvous
 from flashduet.transport.memfd import MemfdSender
-from flashduet.transport.negotiation import Receivers, open_sender
-from flashduet.transport.options import TransportOptions
+from flashduet.transport.negotiation import Receivers
 from flashduet.transport.rendezvous import RingOffer, hand_over, socket_path
 from flashduet.v1 import common_pb2 as pb
-from flashduet.v1 import draft_pb2
+from tests.support.offers import MEMFD, SIZE, attach, hand_one_over, new_offer
+from tests.support.rings import CPU, descriptors, mappings
 
-CPU = torch.device("cpu")
-SIZE = 1 << 20
-MEMFD = pb.TRANSPORT_MEMFD
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("flashduet-ring")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "meet"
-
-
-@pytest.fixture
-def instance() -> bytes:
-    return secrets.token_bytes(16)
-
-
-@pytest.fixture
-async def draft(folder: Path, instance: bytes) -> AsyncIterator[Receivers]:
-    receivers = Receivers(instance, TransportOptions("memfd", "cpu", folder))
-    await receivers.start()
-    yield receivers
-    await receivers.close()
+pytest_plugins = ["tests.support.meeting"]
 
 
 async def exchange(
@@ -70,17 +41,11 @@ async def exchange(
         return await asyncio.wait_for(loop.sock_recv(peer, 16), 10)
 
 
-def attach(offer: RingOffer) -> draft_pb2.IngestAttach:
-    return draft_pb2.IngestAttach(
-        transport=MEMFD, ring_bytes=offer.ring_bytes, ring_token=offer.token
-    )
-
-
 async def test_a_ring_is_handed_over_once_and_works(
     draft: Receivers, folder: Path, instance: bytes
 ) -> None:
     sender = MemfdSender(SIZE, CPU)
-    offer = RingOffer(MEMFD, secrets.token_bytes(16), sender.ring_bytes)
+    offer = new_offer(sender.ring_bytes)
     await hand_over(folder, instance, offer, [sender.descriptor])
     sender.close_descriptor()
     assert draft.rings == 1
@@ -102,7 +67,7 @@ async def test_an_attach_that_does_not_describe_the_ring_is_refused(
     draft: Receivers, folder: Path, instance: bytes, wrong: str
 ) -> None:
     sender = MemfdSender(SIZE, CPU)
-    offer = RingOffer(MEMFD, secrets.token_bytes(16), sender.ring_bytes)
+    offer = new_offer(sender.ring_bytes)
     await hand_over(folder, instance, offer, [sender.descriptor])
     message = attach(offer)
     if wrong == "token":
@@ -120,7 +85,7 @@ async def test_packets_that_are_no_offer_are_refused_and_their_descriptors_close
     path = socket_path(folder, instance)
     sender = MemfdSender(SIZE, CPU)
     ring = sender.descriptor
-    good = RingOffer(MEMFD, secrets.token_bytes(16), SIZE)
+    good = new_offer()
     cases: list[tuple[bytes, list[int]]] = [
         (b"x", []),
         (b"x" * 1000, [ring]),
@@ -175,7 +140,7 @@ async def test_a_token_in_use_is_refused_and_the_first_ring_kept(
     draft: Receivers, folder: Path, instance: bytes
 ) -> None:
     sender = MemfdSender(SIZE, CPU)
-    offer = RingOffer(MEMFD, secrets.token_bytes(16), SIZE)
+    offer = new_offer()
     await hand_over(folder, instance, offer, [sender.descriptor])
     with pytest.raises(TransportError, match="refused"):
         await hand_over(folder, instance, offer, [sender.descriptor])
@@ -191,12 +156,10 @@ async def test_unclaimed_rings_are_bounded_and_expire(
     before = descriptors(), mappings()
     sender = MemfdSender(SIZE, CPU)
     for _ in range(3):
-        offer = RingOffer(MEMFD, secrets.token_bytes(16), SIZE)
+        offer = new_offer()
         await hand_over(folder, instance, offer, [sender.descriptor])
     with pytest.raises(TransportError, match="too many"):
-        await hand_over(
-            folder, instance, RingOffer(MEMFD, secrets.token_bytes(16), SIZE), [sender.descriptor]
-        )
+        await hand_over(folder, instance, new_offer(), [sender.descriptor])
     for _ in range(100):
         if draft.rings == 0:
             break
@@ -217,11 +180,7 @@ async def test_a_silent_peer_is_dropped_and_the_others_are_served(
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.setblocking(False)
         await loop.sock_connect(silent, path)
-        sender = MemfdSender(SIZE, CPU)
-        await hand_over(
-            folder, instance, RingOffer(MEMFD, secrets.token_bytes(16), SIZE), [sender.descriptor]
-        )
-        sender.close()
+        await hand_one_over(folder, instance)
         assert await asyncio.wait_for(loop.sock_recv(silent, 16), 10) == b"\x02"
 
 
@@ -267,90 +226,6 @@ class _Foreign:
         return struct.pack("iII", pid, user + 1, group)
 
 
-@pytest.mark.parametrize("instance_id", [b"", b"../../../../etc/x", bytes(15), bytes(17)])
-def test_a_name_is_made_of_exactly_sixteen_bytes(folder: Path, instance_id: bytes) -> None:
-    with pytest.raises(TransportError, match="length"):
-        socket_path(folder, instance_id)
-    assert socket_path(folder, b"../../../../etc/").parent == folder
-
-
-async def test_the_folder_is_made_private_and_the_socket_too(
-    draft: Receivers, folder: Path, instance: bytes
-) -> None:
-    assert os.stat(folder).st_mode & 0o777 == 0o700
-    assert os.listdir(folder) == [f"{instance.hex()}.sock"]
-    assert socket_path(folder, instance).stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize("kind", ["open_folder", "file", "symlink", "long"])
-async def test_a_folder_that_is_not_private_is_refused_with_the_fix(
-    tmp_path: Path, instance: bytes, kind: str
-) -> None:
-    place = tmp_path / "place"
-    if kind == "open_folder":
-        place.mkdir(mode=0o755)
-    elif kind == "file":
-        place.write_text("")
-    elif kind == "symlink":
-        (tmp_path / "real").mkdir(mode=0o700)
-        place.symlink_to(tmp_path / "real")
-    else:
-        place = tmp_path / ("x" * 100)
-    forced = Receivers(instance, TransportOptions("memfd", "cpu", place))
-    with pytest.raises(ConfigurationError, match="SOCKET_DIR"):
-        await forced.start()
-    await forced.close()
-    free = Receivers(instance, TransportOptions("auto", "cpu", place))
-    await free.start()
-    assert free.offers == [pb.TRANSPORT_INLINE]
-    await free.close()
-
-
-async def test_sockets_of_killed_drafts_are_swept_and_those_of_living_ones_kept(
-    draft: Receivers, folder: Path, instance: bytes
-) -> None:
-    killed, half_born, other = folder / f"{'0' * 32}.sock", folder / "1.new", folder / "notes.txt"
-    for path in (killed, half_born):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
-            dead.bind(str(path))
-    os.utime(half_born, (0, 0))
-    other.write_text("not ours")
-    second = Receivers(secrets.token_bytes(16), TransportOptions("memfd", "cpu", folder))
-    await second.start()
-    assert not killed.exists()
-    assert not half_born.exists()
-    assert other.exists()
-    sender = MemfdSender(SIZE, CPU)
-    await hand_over(
-        folder, instance, RingOffer(MEMFD, secrets.token_bytes(16), SIZE), [sender.descriptor]
-    )
-    sender.close()
-    await second.close()
-
-
-async def test_closing_leaves_nothing_in_the_folder_or_in_the_process(
-    folder: Path, instance: bytes
-) -> None:
-    before = descriptors(), mappings()
-    tasks = len(asyncio.all_tasks())
-    receivers = Receivers(instance, TransportOptions("memfd", "cpu", folder))
-    await receivers.start()
-    sender = MemfdSender(SIZE, CPU)
-    offers = [RingOffer(MEMFD, secrets.token_bytes(16), SIZE) for _ in range(3)]
-    for offer in offers:
-        await hand_over(folder, instance, offer, [sender.descriptor])
-    await receivers.open_receiver(attach(offers[0]))
-    sender.close()
-    for _ in range(2):
-        await receivers.close()
-    assert receivers.rings == 0
-    assert os.listdir(folder) == []
-    assert (descriptors(), mappings()) == before
-    assert len(asyncio.all_tasks()) == tasks
-    with pytest.raises(TransportError, match="not reachable"):
-        await hand_over(folder, instance, offers[1], [])
-
-
 async def test_a_crowd_of_idle_connections_does_not_grow_without_bound(
     draft: Receivers, folder: Path, instance: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,27 +241,4 @@ async def test_a_crowd_of_idle_connections_does_not_grow_without_bound(
         await asyncio.sleep(0.05)
         assert len(draft._listener._tasks) <= rendezvous.MAX_CONNECTIONS + 1
     await asyncio.sleep(0.6)
-    sender = MemfdSender(SIZE, CPU)
-    await hand_over(
-        folder, instance, RingOffer(MEMFD, secrets.token_bytes(16), SIZE), [sender.descriptor]
-    )
-    sender.close()
-
-
-@pytest.mark.parametrize("length", [107, 108])
-async def test_a_path_that_can_be_bound_can_be_reached_too(
-    length: int, instance: bytes, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """A Unix address holds 107 bytes and its end; the listener's first name is a shorter one."""
-    root = tmp_path_factory.mktemp("s")
-    name = "d" * (length - len(str(socket_path(root / "d", instance))) + 1)
-    receivers = Receivers(instance, TransportOptions("memfd", "cpu", root / name))
-    if length > 107:
-        with pytest.raises(ConfigurationError, match="too long"):
-            await receivers.start()
-        return
-    await receivers.start()
-    options = TransportOptions("memfd", "cpu", root / name, ring_bytes=1 << 16)
-    sender, _ = await open_sender([MEMFD], instance, options)
-    sender.close()
-    await receivers.close()
+    await hand_one_over(folder, instance)
