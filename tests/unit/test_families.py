@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from flashduet.errors import CheckpointError
 from target_service.engine import Engine
@@ -15,13 +13,8 @@ from target_service.settings import TargetSettings
 from tests.support.families import CASES, Case, measure
 from tests.support.tiny import tiny_target
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytest_plugins = ["tests.support.threads"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}-{case.config[:12]}")

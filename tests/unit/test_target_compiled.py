@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,19 +32,14 @@ from tests.support.tiny import tiny_target
 from tests.unit.target_support import TinyTarget, load_tiny, prefill, prompt, run_one
 from tests.unit.test_target_process import start
 
+pytest_plugins = ["tests.support.threads"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler here")
 # Softcap and windows; sinks and experts.
 FAMILIES = [case for case in CASES if case.family in ("gemma2", "gpt_oss")]
 START_S = 600.0
 END_S = 120.0
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,9 @@ from tests.unit.target_support import (
     run_one,
 )
 
+pytest_plugins = ["tests.support.threads"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyTarget:
@@ -32,14 +34,6 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyTarget:
     return load_tiny(tmp_path_factory.mktemp("llama"), "llama")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_logits_equal_one_plain_pass_across_chunks_and_rollbacks(tiny: TinyTarget) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,13 +27,8 @@ from tests.unit.target_support import (
     run_one,
 )
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytest_plugins = ["tests.support.threads"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -31,13 +31,8 @@ from tests.unit.target_support import (
     run_one,
 )
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytest_plugins = ["tests.support.threads"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "gemma2", "mixtral"])
