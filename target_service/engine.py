@@ -22,7 +22,7 @@ from target_service.batching import Span
 from target_service.compiled.checks import LARGEST_DIFFERENCE, check_logits, relative_difference
 from target_service.compiled.model import CompiledModel
 from target_service.features import FeatureCapture
-from target_service.flash_varlen import PAGE_TOKENS, varlen_function
+from target_service.flash_varlen import HOW_TO_HAVE_IT, varlen_function
 from target_service.forward import PackedModel
 from target_service.graphs import GraphedPasses, Recordable
 from target_service.invariance_trial import make_invariant
@@ -80,8 +80,7 @@ class Engine:
                 "attention: %s",
                 "flash-attn varlen over the block table"
                 if self.packed.varlen is not None
-                else "SDPA; for flash-attn install it, serve in 16 bits and set "
-                f"FLASHDUET_TARGET_BLOCK_TOKENS to a multiple of {PAGE_TOKENS}",
+                else f"SDPA; for flash-attn {HOW_TO_HAVE_IT}",
             )
         self.features = FeatureCapture(target.decoder, target.config.num_hidden_layers)
         self._offered: CompiledModel | None = None

@@ -17,10 +17,18 @@ from torch import Tensor
 from flashduet.kv.storage import KVStorage
 from target_service.attention import Extras
 from target_service.batching import Span
+from target_service.settings import TargetSettings
 from target_service.visibility import Visibility
 
 # flash-attn reads pages of multiples of so many tokens.
 PAGE_TOKENS = 256
+# Of a block otherwise: little room is left over, and short prefixes are found again.
+_SMALL_BLOCK = 16
+# What to do where blocks are not read by flash-attn, for logs.
+HOW_TO_HAVE_IT = (
+    "install it, serve in 16 bits and leave FLASHDUET_TARGET_BLOCK_TOKENS at 0 or set a multiple "
+    f"of {PAGE_TOKENS}"
+)
 
 VarlenFunction = Callable[..., Tensor]
 
@@ -35,6 +43,15 @@ def varlen_function(
         return importlib.import_module("flash_attn").flash_attn_varlen_func  # type: ignore[no-any-return]
     except ImportError:
         return None
+
+
+def block_size(settings: TargetSettings, device: torch.device, dtype: torch.dtype) -> int:
+    """Tokens of a block: what was set, or what attention on this device reads best."""
+    if settings.block_tokens:
+        return settings.block_tokens
+    # Batch-invariant passes attend in their own way.
+    paged = settings.numerics == "fast" and varlen_function(device, PAGE_TOKENS, dtype) is not None
+    return PAGE_TOKENS if paged else _SMALL_BLOCK
 
 
 @dataclass(frozen=True, slots=True)

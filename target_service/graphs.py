@@ -24,10 +24,11 @@ from target_service.attention import AttentionPass, Extras
 from target_service.batching import Span
 from target_service.features import FeatureCapture
 from target_service.flash_varlen import (
-    PAGE_TOKENS,
+    HOW_TO_HAVE_IT,
     VarlenFunction,
     VarlenPlan,
     attend_varlen,
+    block_size,
     can_plan,
     varlen_function,
 )
@@ -80,11 +81,8 @@ def obstacle(settings: TargetSettings, device: torch.device, dtype: torch.dtype)
         return "FLASHDUET_TARGET_CUDA_GRAPHS is off"
     if settings.numerics == "batch_invariant":
         return "batch_invariant lays passes out in its own way"
-    if varlen_function(device, settings.block_tokens, dtype) is None:
-        return (
-            "only flash-attn's function keeps its shapes; install it, serve in 16 bits and set "
-            f"FLASHDUET_TARGET_BLOCK_TOKENS to a multiple of {PAGE_TOKENS}"
-        )
+    if varlen_function(device, block_size(settings, device, dtype), dtype) is None:
+        return f"only flash-attn's function keeps its shapes; {HOW_TO_HAVE_IT}"
     return None
 
 

@@ -11,6 +11,7 @@ from flashduet.errors import ConfigurationError
 from flashduet.hardware import available_memory
 from flashduet.settings import split_endpoints
 from flashduet.transport.options import MIB
+from target_service.flash_varlen import block_size
 from target_service.graphs import obstacle
 from target_service.load import LoadedTarget
 from target_service.settings import TargetSettings
@@ -67,7 +68,7 @@ def plan_memory(settings: TargetSettings, target: LoadedTarget) -> MemoryPlan:
     Raises:
         ConfigurationError: there is memory for not one short session; names the setting.
     """
-    size = settings.block_tokens
+    size = block_size(settings, target.device, target.dtype)
     free = _free_bytes(target)
     graph_bytes = 0
     if reason := obstacle(settings, target.device, target.dtype):
@@ -75,7 +76,9 @@ def plan_memory(settings: TargetSettings, target: LoadedTarget) -> MemoryPlan:
             log.info("passes run without CUDA graphs: %s", reason)
     else:
         graph_bytes = min(_GRAPH_BYTES, free // _GRAPH_SHARE)
-    tokens = settings.max_kv_tokens or _affordable_tokens(settings, target, free - graph_bytes)
+    tokens = settings.max_kv_tokens or _affordable_tokens(
+        settings, target, free - graph_bytes, size
+    )
     if tokens < 2:
         raise ConfigurationError(
             f"FLASHDUET_TARGET_MAX_KV_TOKENS={settings.max_kv_tokens}: a session takes at least 2"
@@ -97,11 +100,13 @@ def _free_bytes(target: LoadedTarget) -> int:
     return available_memory()
 
 
-def _affordable_tokens(settings: TargetSettings, target: LoadedTarget, free: int) -> int:
+def _affordable_tokens(
+    settings: TargetSettings, target: LoadedTarget, free: int, block_tokens: int
+) -> int:
     """All sessions at full length, or what a part of the free memory holds if that is less."""
     wanted = settings.max_sessions * target.facts.context_window
     tokens = min(wanted, free // _SHARE // target.kv_bytes_per_token)
-    if tokens < 2 * settings.block_tokens:
+    if tokens < 2 * block_tokens:
         raise ConfigurationError(
             f"no memory for keys and values: {free} bytes are free, a token takes "
             f"{target.kv_bytes_per_token}; free some, or set FLASHDUET_TARGET_MAX_KV_TOKENS"

@@ -39,8 +39,9 @@ class TargetSettings(ServiceSettings):
     # Tokens of KV that all sessions together may hold, found prefixes included; 0 means all
     # sessions at full length, or what a third of the free memory holds if that is less.
     max_kv_tokens: int = Field(default=0, ge=0)
-    # Tokens of a block of KV: the step in which memory is taken and prefixes are found again.
-    block_tokens: int = Field(default=16, ge=1, le=1024)
+    # Tokens of a block of KV: the step in which memory is taken and prefixes are found again. 0
+    # means 256 where flash-attn reads them (on GPUs, in 16 bits, where it is installed), else 16.
+    block_tokens: int = Field(default=0, ge=0, le=1024)
     # Anchor + draft tokens that one Verify may carry.
     max_block_length: int = Field(default=32, ge=1, le=256)
     # A longer prompt is computed in chunks of at most this size; of less while others decode.

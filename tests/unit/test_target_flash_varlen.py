@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from target_service.batching import Span
 from target_service.flash_varlen import varlen_function
+from target_service.memory import plan_memory
+from target_service.settings import TargetSettings
 from tests.support.varlen import reference_varlen
 from tests.unit.target_support import TinyTarget, load_tiny, prompt
 
@@ -48,8 +51,44 @@ def test_a_mixed_pass_by_the_varlen_function(tiny: TinyTarget) -> None:
     torch.testing.assert_close(got, torch.cat(expected), atol=1e-4, rtol=0)
 
 
+FLASH_ATTN = SimpleNamespace(flash_attn_varlen_func=max)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "installed", "fields", "size"),
+    [
+        ("cuda", torch.bfloat16, True, {}, 256),
+        ("cuda", torch.float16, True, {"cuda_graphs": False}, 256),
+        ("cuda", torch.bfloat16, False, {}, 16),
+        ("cuda", torch.float32, True, {}, 16),
+        ("cuda", torch.bfloat16, True, {"numerics": "batch_invariant"}, 16),
+        ("cpu", torch.bfloat16, True, {}, 16),
+        # What was asked for is had.
+        ("cuda", torch.bfloat16, True, {"block_tokens": 16}, 16),
+        ("cuda", torch.bfloat16, True, {"block_tokens": 512}, 512),
+        ("cpu", torch.bfloat16, False, {"block_tokens": 256}, 256),
+    ],
+)
+def test_blocks_are_as_large_as_their_reader_wants_them(
+    device: str,
+    dtype: torch.dtype,
+    installed: bool,
+    fields: dict[str, Any],
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny: TinyTarget,
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", FLASH_ATTN if installed else None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (64 << 30, 80 << 30))
+    target = replace(tiny.target, device=torch.device(device), dtype=dtype)
+    plan = plan_memory(TargetSettings(**fields), target)
+    assert plan.block_tokens == size
+    graphs = device == "cuda" and installed and dtype.itemsize == 2 and size % 256 == 0
+    assert bool(plan.graph_bytes) == (graphs and fields.get("cuda_graphs", True))
+
+
 def test_it_is_for_cuda_and_for_pages_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=max))
+    monkeypatch.setitem(sys.modules, "flash_attn", FLASH_ATTN)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert varlen_function(cuda, 256, torch.bfloat16) is max
     assert varlen_function(cpu, 256, torch.bfloat16) is None

@@ -250,7 +250,7 @@ def test_what_stands_in_the_way_is_named() -> None:
         ({}, torch.device("cpu"), "no GPU"),
         ({"cuda_graphs": False}, cuda, "FLASHDUET_TARGET_CUDA_GRAPHS"),
         ({"numerics": "batch_invariant"}, cuda, "batch_invariant"),
-        ({"block_tokens": 16}, cuda, "FLASHDUET_TARGET_BLOCK_TOKENS to a multiple of 256"),
+        ({"block_tokens": 16}, cuda, "FLASHDUET_TARGET_BLOCK_TOKENS at 0 or set a multiple of 256"),
     ]:
         assert reason in (obstacle(TargetSettings(**settings), device, torch.bfloat16) or "")
 
