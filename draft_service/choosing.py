@@ -9,7 +9,13 @@ from torch import Tensor
 
 from draft_service.selector import Candidates, CandidateSelector
 from draft_service.work import Drafts, ProposeWork
-from flashduet.sampling.choose import BadLogits, DraftChoice, RowBlock, choose_draft_blocks
+from flashduet.sampling.choose import (
+    BadLogits,
+    DraftChoice,
+    RowBlock,
+    Shortlist,
+    choose_draft_blocks,
+)
 from flashduet.sampling.noise import gumbels, row_keys
 
 # Of how many of a slot's most likely tokens the selector's candidates are sought with noise: noise
@@ -29,9 +35,8 @@ class Chooser:
     def __init__(
         self, vocab_size: int, head_ids: Tensor | None, selector: CandidateSelector | None
     ) -> None:
-        self._vocab_size = vocab_size
         self._head_ids = head_ids
-        self._id_list = None if head_ids is None else head_ids.tolist()
+        self._shortlist = None if head_ids is None else Shortlist(head_ids, vocab_size)
         self._selector = selector
 
     def choose(
@@ -60,7 +65,8 @@ class Chooser:
     def _choose(
         self, logits: Tensor, hidden: Tensor, proposals: Sequence[ProposeWork], rows: list[int]
     ) -> list[Drafts]:
-        chosen = self._by_token(logits, self._blocks(proposals, rows))
+        # As if the slots knew nothing of each other.
+        chosen = choose_draft_blocks(logits, self._blocks(proposals, rows), self._shortlist)
         if self._selector is not None:
             return self._walked(logits, hidden, proposals, rows, chosen)
         return [Drafts(each.tokens, each.confidence) for each in chosen]
@@ -78,22 +84,6 @@ class Chooser:
             )
             for work, count in zip(proposals, rows, strict=True)
         ]
-
-    def _by_token(self, logits: Tensor, blocks: Sequence[RowBlock]) -> list[DraftChoice]:
-        """As if the slots knew nothing of each other."""
-        ids = self._id_list
-        if ids is None:
-            return choose_draft_blocks(logits, blocks)
-        if all(block.sampling.greedy and not block.sampling.penalized for block in blocks):
-            # Ids ascend, so ties go to the lowest here too.
-            return [
-                DraftChoice([ids[row] for row in chosen.tokens], chosen.confidence)
-                for chosen in choose_draft_blocks(logits, blocks)
-            ]
-        # Noise, penalties and bias belong to token ids.
-        whole = logits.new_full((len(logits), self._vocab_size), -torch.inf)
-        whole[:, self._head_ids] = logits
-        return choose_draft_blocks(whole, blocks)
 
     def _columns(self, ids: Tensor) -> Tensor:
         """Which of the head's rows are these tokens'."""

@@ -1,35 +1,22 @@
 """Products of packed weights as machine code of our own, where a compiler and a processor allow it.
 
-A C++ compiler takes a second for it, at the first start on a machine; the library is kept in the
-user's cache. Everything works without it, slower: `native_product` gives None then, and the log
-says why once.
+Everything works without it, slower: `native_product` gives None then, and the log says why once.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flashduet.models_cache import cache_root
+from flashduet.native.building import LibrarySource, Unusable, load_library
 
-log = logging.getLogger(__name__)
-
-_SOURCES = Path(__file__).parent
-_FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp", "-fPIC", "-shared")
-_COMPILERS = ("g++", "clang++", "c++")
-_COMPILER_TIMEOUT_S = 60
+_FOLDER = Path(__file__).parent
+_SOURCE = LibrarySource("product", [_FOLDER / "product.h", _FOLDER / "product.cpp"], ["-fopenmp"])
 _OUTPUTS = 32
 _ALIGNMENT = 64
 # Products of small numbers in bfloat16, summed in another order.
@@ -92,18 +79,7 @@ def native_product(weight: Tensor) -> NativeProduct | None:
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """The library, compiled if need be; None where there is none, and the log says why."""
-    try:
-        path = _build()
-        try:
-            library = _open(path)
-        except OSError:
-            # Cut short, perhaps, when a machine went down.
-            path.unlink(missing_ok=True)
-            library = _open(_build())
-    except (OSError, subprocess.SubprocessError, _Unusable) as error:
-        log.info("products run without machine code of our own: %s", error)
-        return None
-    return library
+    return load_library(_SOURCE, _prepare, "products run")
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -131,47 +107,7 @@ _library.impl("product", _operator, "CompositeExplicitAutograd")
 torch.library.register_fake("flashduet::product", _operator_shape, lib=_library)
 
 
-class _Unusable(Exception):
-    """Why there is no library."""
-
-
-def _build() -> Path:
-    made_of = [" ".join(_FLAGS), _processor()]
-    made_of += [(_SOURCES / name).read_text() for name in ("product.h", "product.cpp")]
-    digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()
-    path = cache_root() / "products" / f"product-{digest[:16]}.so"
-    if path.is_file():
-        return path
-    named = os.environ.get("CXX")
-    names = (named, *_COMPILERS) if named else _COMPILERS
-    compiler = next((found for name in names if (found := shutil.which(name))), None)
-    if compiler is None:
-        raise _Unusable("no C++ compiler was found")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".product-", dir=path.parent) as staging:
-        made = Path(staging) / path.name
-        arguments = [compiler, *_FLAGS, str(_SOURCES / "product.cpp"), "-o", str(made)]
-        done = subprocess.run(
-            arguments, capture_output=True, text=True, timeout=_COMPILER_TIMEOUT_S, check=False
-        )
-        if done.returncode:
-            raise _Unusable(f"{compiler} failed: {done.stderr.strip()[:300]}")
-        # Others may be at it too; whoever comes last leaves the same.
-        os.replace(made, path)
-    return path
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return "\n".join(
-        [platform.machine(), *sorted({line for line in lines if line.startswith("flags")})]
-    )
-
-
-def _open(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
+def _prepare(library: ctypes.CDLL) -> None:
     library.flashduet_product.restype = None
     library.flashduet_product.argtypes = [
         ctypes.c_void_p,
@@ -183,11 +119,10 @@ def _open(path: Path) -> ctypes.CDLL:
         ctypes.c_int,
     ]
     if not library.flashduet_supported():
-        raise _Unusable("this processor multiplies no pairs of bfloat16 numbers (AVX512-BF16)")
+        raise Unusable("this processor multiplies no pairs of bfloat16 numbers (AVX512-BF16)")
     if torch.cpu._is_amx_tile_supported():
-        raise _Unusable("PyTorch's own use this processor's matrix unit (AMX)")
+        raise Unusable("PyTorch's own use this processor's matrix unit (AMX)")
     _check(library)
-    return library
 
 
 def _check(library: ctypes.CDLL) -> None:
@@ -200,7 +135,7 @@ def _check(library: ctypes.CDLL) -> None:
         wanted = functional.linear(x.float(), weight.float())
         error = (product(x).float() - wanted).abs().max() / wanted.abs().max()
         if not error < _TOLERANCE:
-            raise _Unusable(f"its products are off by {float(error):.3g}")
+            raise Unusable(f"its products are off by {float(error):.3g}")
 
 
 def _aligned(tensor: Tensor) -> Tensor:

@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import numpy as np
 import torch
 
-from flashduet.sampling.confidence import probabilities
-from flashduet.sampling.logit_table import BadLogits, LogitTable
-from flashduet.sampling.noise import Ids
+from flashduet.sampling.by_arrays import choose_by_arrays
+from flashduet.sampling.logit_table import BadLogits, check_shape
+from flashduet.sampling.machine import native_choice
 from flashduet.sampling.params import Sampling
-from flashduet.sampling.penalties import RowBlock
-from flashduet.sampling.race import Race
+from flashduet.sampling.penalties import RowBlock, with_penalties
+from flashduet.sampling.shortlist import Shortlist
 
 __all__ = [
     "BadLogits",
@@ -26,6 +25,7 @@ __all__ = [
     "DraftChoice",
     "RowBlock",
     "RowKey",
+    "Shortlist",
     "choose_blocks",
     "choose_draft_blocks",
     "choose_draft_rows",
@@ -77,23 +77,30 @@ def choose_blocks(logits: torch.Tensor, blocks: Sequence[RowBlock]) -> list[list
         BadLogits: a row holds NaN or +inf, or nothing but -inf.
         ValueError: the tensor is not [n, V], n not being the number of the blocks' rows.
     """
-    return _by_block(_choose(_table(logits, blocks), blocks).tolist(), blocks)
+    return _by_block(_choose(logits, blocks).tokens, blocks)
 
 
-def choose_draft_blocks(logits: torch.Tensor, blocks: Sequence[RowBlock]) -> list[DraftChoice]:
+def choose_draft_blocks(
+    logits: torch.Tensor, blocks: Sequence[RowBlock], shortlist: Shortlist | None = None
+) -> list[DraftChoice]:
     """As choose_blocks, with confidences, for a drafter: penalties of a row also see the tokens
-    chosen here for the rows before it, instead of the blocks' `drafts`. Raises as choose_blocks.
+    chosen here for the rows before it, instead of the blocks' `drafts`.
+
+    Args:
+        shortlist: logits are [n, k], of its tokens only. No other is chosen.
+
+    Raises as choose_blocks.
     """
-    table = _table(logits, blocks)
-    tokens = _choose(table, blocks)
+    if shortlist is not None and any(block.sampling.penalized for block in blocks):
+        logits, shortlist = shortlist.expanded(logits), None
     unsettled = [block.sampling.needs_history and block.rows > 1 for block in blocks]
-    confidence = [0.0] * table.rows
-    if not all(unsettled):
-        confidence = probabilities(table, tokens, blocks)
+    confident = not all(unsettled)
+    chosen = _choose(logits, blocks, confident, shortlist)
+    confidence = chosen.confidence if confident else [0.0] * len(chosen.tokens)
     results = [
-        DraftChoice(chosen, sure)
-        for chosen, sure in zip(
-            _by_block(tokens.tolist(), blocks), _by_block(confidence, blocks), strict=True
+        DraftChoice(tokens, sure)
+        for tokens, sure in zip(
+            _by_block(chosen.tokens, blocks), _by_block(confidence, blocks), strict=True
         )
     ]
     start = 0
@@ -113,15 +120,13 @@ def _settled(logits: torch.Tensor, block: RowBlock, tokens: list[int], start: in
     few, the second or third answer is nearly always the last.
     """
     while True:
-        seen = replace(block, drafts=tokens[:-1])
         try:
-            table = LogitTable(logits, [seen])
+            chosen = _choose(logits, [replace(block, drafts=tokens[:-1])], confident=True)
         except BadLogits as error:
             raise BadLogits(tuple(start + row for row in error.rows)) from None
-        chosen = _choose(table, [seen])
-        if chosen.tolist() == tokens:
-            return DraftChoice(tokens, probabilities(table, chosen, [seen]))
-        tokens = chosen.tolist()
+        if chosen.tokens == tokens:
+            return chosen
+        tokens = chosen.tokens
 
 
 def choose_tokens(
@@ -144,8 +149,7 @@ def choose_rows(logits: torch.Tensor, rows: Sequence[RowKey]) -> Choice:
 
     Raises as choose_blocks.
     """
-    blocks = _single_rows(rows)
-    return Choice(_choose(_table(logits, blocks), blocks).tolist())
+    return Choice(_choose(logits, _single_rows(rows)).tokens)
 
 
 def choose_drafts(
@@ -158,10 +162,7 @@ def choose_drafts(
 
 def choose_draft_rows(logits: torch.Tensor, rows: Sequence[RowKey]) -> DraftChoice:
     """As choose_rows, with confidences. Raises as choose_blocks."""
-    blocks = _single_rows(rows)
-    table = _table(logits, blocks)
-    tokens = _choose(table, blocks)
-    return DraftChoice(tokens.tolist(), probabilities(table, tokens, blocks))
+    return _choose(logits, _single_rows(rows), confident=True)
 
 
 def _consecutive(
@@ -174,39 +175,31 @@ def _single_rows(rows: Sequence[RowKey]) -> list[RowBlock]:
     return [RowBlock(key.position, 1, key.sampling, key.choice) for key in rows]
 
 
-def _table(logits: torch.Tensor, blocks: Sequence[RowBlock]) -> LogitTable:
+def _choose(
+    logits: torch.Tensor,
+    blocks: Sequence[RowBlock],
+    confident: bool = False,
+    shortlist: Shortlist | None = None,
+) -> DraftChoice:
+    """Every row's token, by machine code where there is some; no confidences if none are wanted."""
+    check_shape(logits)
     rows = sum(block.rows for block in blocks)
-    if logits.dim() == 2 and logits.shape[0] != rows:
+    if logits.shape[0] != rows:
         raise ValueError(f"{logits.shape[0]} rows of logits, {rows} keys")
-    return LogitTable(logits, blocks)
-
-
-def _choose(table: LogitTable, blocks: Sequence[RowBlock]) -> Ids:
-    tokens = np.empty(table.rows, dtype=np.int64)
-    greedy: list[int] = []
-    sampled: list[int] = []
-    keys: list[RowKey] = []
-    row = 0
-    for block in blocks:
-        own = range(row, row + block.rows)
-        row += block.rows
-        if block.sampling.greedy:
-            greedy += own
-        else:
-            sampled += own
-            first, sampling, choice = block.first_position, block.sampling, block.choice
-            keys += [RowKey(first + i, sampling, choice) for i in range(block.rows)]
-    if greedy:
-        tokens[greedy] = table.first_maxima(np.array(greedy))
-    if sampled:
-        tokens[sampled] = Race(
-            table,
-            sampled,
-            [key.position for key in keys],
-            [key.sampling for key in keys],
-            [key.choice for key in keys],
-        ).winners()
-    return tokens
+    if shortlist is not None and logits.shape[1] != shortlist.columns:
+        raise ValueError(f"{logits.shape[1]} columns, {shortlist.columns} tokens in the shortlist")
+    native = native_choice() if logits.device.type == "cpu" else None
+    if native is not None:
+        logits = with_penalties(logits.detach(), blocks)
+        return DraftChoice(*native.choose(logits, blocks, confident, shortlist))
+    if shortlist is None:
+        return DraftChoice(*choose_by_arrays(logits, blocks, confident))
+    if all(block.sampling.greedy for block in blocks):
+        # Ids ascend, so ties go to the lowest here too.
+        columns, confidence = choose_by_arrays(logits, blocks, confident)
+        return DraftChoice(shortlist.ids_of(columns), confidence)
+    # Noise belongs to token ids.
+    return DraftChoice(*choose_by_arrays(shortlist.expanded(logits), blocks, confident))
 
 
 def _by_block(values: list[_T], blocks: Sequence[RowBlock]) -> list[list[_T]]:

@@ -15,7 +15,7 @@ import torch
 from flashduet.errors import FlashduetError
 from flashduet.sampling.elementary import FloatArray
 from flashduet.sampling.noise import GROUP, Ids
-from flashduet.sampling.penalties import RowBlock, penalize
+from flashduet.sampling.penalties import RowBlock, with_penalties
 
 Values = npt.NDArray[np.float32]
 
@@ -58,32 +58,19 @@ class LogitTable:
     """
 
     def __init__(self, logits: torch.Tensor, blocks: Sequence[RowBlock] = ()) -> None:
-        if logits.dim() != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
-            raise ValueError(
-                f"logits must be a float tensor [n, V] with V > 0, "
-                f"{logits.dtype} {list(logits.shape)} given"
-            )
+        check_shape(logits)
         self.rows, self.vocabulary = logits.shape
         groups = -(-self.vocabulary // GROUP)
-        logits = logits.detach()
-        penalized = any(block.sampling.penalized for block in blocks)
+        logits = with_penalties(logits.detach(), blocks)
         if self.vocabulary % GROUP:
             # -inf can never be chosen, so ids past the vocabulary need no case of their own.
             padded = logits.new_full((self.rows, groups * GROUP), -torch.inf, dtype=torch.float32)
             padded[:, : self.vocabulary] = logits
-        elif logits.dtype in _EXACT and all(_only_maximum(block) for block in blocks):
+        elif logits.dtype in _EXACT and all(block.sampling.greedy for block in blocks):
             # Maxima are the same numbers in 16 bits, and of the rest next to nothing is read.
             padded = logits.contiguous()
         else:
             padded = logits.to(torch.float32).contiguous()
-        if penalized:
-            if padded.data_ptr() == logits.data_ptr():
-                padded = padded.clone()
-            start = 0
-            for block in blocks:
-                if block.sampling.penalized:
-                    penalize(padded, start, block, self.vocabulary)
-                start += block.rows
         self._groups = padded.view(self.rows * groups, GROUP)
         self._wide = padded
         self._groups_in_row = groups
@@ -175,5 +162,10 @@ class LogitTable:
         return np.asarray(np.partition(maxima, -count, axis=1)[:, -count])
 
 
-def _only_maximum(block: RowBlock) -> bool:
-    return block.sampling.greedy and not block.sampling.penalized
+def check_shape(logits: torch.Tensor) -> None:
+    """Raises ValueError if the tensor is not a two-dimensional float tensor with V > 0."""
+    if logits.dim() != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
+        raise ValueError(
+            f"logits must be a float tensor [n, V] with V > 0, "
+            f"{logits.dtype} {list(logits.shape)} given"
+        )

@@ -63,12 +63,25 @@ class RowBlock:
             raise ValueError(f"{known} tokens are known before position {self.first_position}")
 
 
-def penalize(logits: torch.Tensor, start: int, block: RowBlock, vocabulary: int) -> None:
-    """Change in place what bias and penalties change in the rows start .. of a float32 [n, width].
+def with_penalties(logits: torch.Tensor, blocks: Sequence[RowBlock]) -> torch.Tensor:
+    """Logits [n, V] with bias and penalties of the blocks, one block's rows after the other's.
 
-    Token ids outside the vocabulary (width or less) are passed over.
+    A float32 copy, or the same tensor where nothing changes. Token ids outside of the vocabulary
+    are passed over.
     """
-    rows, sampling = logits[start : start + block.rows], block.sampling
+    if not any(block.sampling.penalized for block in blocks):
+        return logits
+    changed = logits.to(torch.float32, copy=True)
+    start = 0
+    for block in blocks:
+        if block.sampling.penalized:
+            _penalize(changed[start : start + block.rows], block)
+        start += block.rows
+    return changed
+
+
+def _penalize(rows: torch.Tensor, block: RowBlock) -> None:
+    sampling, vocabulary = block.sampling, rows.shape[1]
     if len(sampling.logit_bias):
         assert isinstance(sampling.logit_bias, LogitBias)
         ids, bias = _bias_arrays(sampling.logit_bias)

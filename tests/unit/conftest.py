@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from flashduet.sampling import choose
+from flashduet.sampling.machine import native_choice
 from target_service.compiled.library import build_library, load_library
 from target_service.compiled.package import compiler
 
@@ -20,3 +22,15 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = build_library()
         assert load_library()
     return path
+
+
+@pytest.fixture(params=["machine code", "arrays"])
+def way_to_choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Tokens are chosen by one of the two ways that there are."""
+    if request.param == "arrays":
+        monkeypatch.setattr(choose, "native_choice", lambda: None)
+    elif compiler() is None:
+        pytest.skip("no C++ compiler here")
+    else:
+        assert native_choice() is not None
+    return request.param

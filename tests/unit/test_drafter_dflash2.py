@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from flashduet.errors import CheckpointError
+from flashduet.sampling.choose import choose_draft_blocks
 from flashduet.sampling.noise import gumbel
 from flashduet.sampling.params import Sampling
 from tests.support.tiny import tiny_drafter, tiny_target
@@ -124,7 +125,7 @@ def test_the_winner_without_a_selector_is_always_a_candidate(target: Path, tmp_p
         work = engine.proposal(context, 12, 33, 8, sampling)
         with torch.inference_mode():
             _, logits = engine._forward([work])
-            plain = engine._chooser._by_token(logits, engine._chooser._blocks([work], [7]))[0]
+            [plain] = choose_draft_blocks(logits, engine._chooser._blocks([work], [7]))
         drafts = engine.step([], [work]).drafts[0]
         assert drafts is not None
         assert drafts.token_ids == plain.tokens

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from flashduet import native
 from flashduet.models_cache import CACHE_VARIABLE
-from flashduet.native import NativeProduct, fits, load
+from flashduet.native import NativeProduct, building, fits, load
 from flashduet.packed_linear import (
     GraphLinear,
     PackedLinear,
@@ -97,7 +97,7 @@ def nothing_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[p
 def test_without_a_compiler_layers_are_packed_pytorch_s_way(
     nothing_built: pytest.MonkeyPatch, found: str | None
 ) -> None:
-    nothing_built.setattr(native.shutil, "which", lambda name: found)
+    nothing_built.setattr(building.shutil, "which", lambda name: found)
     layer, x = nn.Linear(48, 64).bfloat16(), torch.randn(3, 48).bfloat16()
     packed = PackedLinear.of(layer)
     assert load() is None

@@ -25,6 +25,8 @@ from flashduet.sampling.logit_table import LogitTable
 from flashduet.sampling.params import Sampling
 from tests.unit import sampling_reference as reference
 
+pytestmark = pytest.mark.usefixtures("way_to_choose")
+
 SETTINGS = settings(
     max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
