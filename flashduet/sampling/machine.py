@@ -20,6 +20,7 @@ from torch import Tensor
 from flashduet.native.building import LibrarySource, Unusable, load_library
 from flashduet.sampling.by_arrays import choose_by_arrays
 from flashduet.sampling.logit_table import BadLogits
+from flashduet.sampling.noise import gumbel
 from flashduet.sampling.params import Sampling
 from flashduet.sampling.penalties import RowBlock
 from flashduet.sampling.shortlist import Shortlist
@@ -84,6 +85,15 @@ class NativeChoice:
             raise BadLogits(tuple(row for row, token in enumerate(chosen) if token < 0))
         return chosen, confidences.tolist()
 
+    def gumbel(self, seed: int, choice: int, position: int, token_ids: Tensor) -> Tensor:
+        """As flashduet.sampling.noise.gumbel, of int64 [n] on the CPU."""
+        token_ids = token_ids.contiguous()
+        noise = torch.empty(len(token_ids), dtype=torch.float64)
+        self._library.flashduet_gumbels(
+            seed, choice, position, token_ids.data_ptr(), len(token_ids), noise.data_ptr()
+        )
+        return noise
+
 
 @functools.cache
 def native_choice() -> NativeChoice | None:
@@ -120,10 +130,27 @@ def _prepare(library: ctypes.CDLL) -> None:
         ctypes.c_void_p,
         ctypes.c_void_p,
     ]
-    _check(NativeChoice(library))
+    library.flashduet_gumbels.restype = None
+    library.flashduet_gumbels.argtypes = [
+        *[ctypes.c_uint64] * 3,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+    ]
+    choice = NativeChoice(library)
+    _check_noise(choice)
+    _check_tokens(choice)
 
 
-def _check(choice: NativeChoice) -> None:
+def _check_noise(choice: NativeChoice) -> None:
+    """Whether its noise has the same bits: a compiler might join two roundings."""
+    ids = torch.arange(4096) * 31
+    for position in (0, 2**40):
+        if not torch.equal(choice.gumbel(7, 3, position, ids), gumbel(7, 3, position, ids)):
+            raise Unusable("its noise is other noise")
+
+
+def _check_tokens(choice: NativeChoice) -> None:
     """Whether it chooses what NumPy and PyTorch do."""
     filters: list[dict[str, float]] = [{}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.8}]
     filters.append({"min_p": 0.05, "top_p": 0.5})

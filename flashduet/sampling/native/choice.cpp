@@ -74,3 +74,13 @@ extern "C" std::int64_t flashduet_choose(
   }
   return choose(static_cast<const float*>(cells), of, each, tokens, confidences);
 }
+
+// Noise of some tokens at a position, for a comparison bit by bit.
+extern "C" void flashduet_gumbels(
+    std::uint64_t seed, std::uint64_t choice, std::uint64_t position, const std::int64_t* ids,
+    std::int64_t count, double* to) {
+  const std::uint64_t key = flashduet::row_key(seed, choice, position);
+  for (std::int64_t i = 0; i < count; ++i) {
+    to[i] = -flashduet::log_of(flashduet::token_exponential(key, ids[i]));
+  }
+}
