@@ -13,12 +13,11 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashduet.models_cache import cache_root
+from flashduet.models_cache import cache_root, put_in_place, staging
 
 log = logging.getLogger(__name__)
 
@@ -91,9 +90,8 @@ def _built(source: LibrarySource) -> Path:
     compiler = next((found for name in names if (found := shutil.which(name))), None)
     if compiler is None:
         raise Unusable("no C++ compiler was found")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{source.name}-", dir=path.parent) as staging:
-        made = Path(staging) / path.name
+    with staging(path.parent) as room:
+        made = room / path.name
         arguments = [compiler, *source.arguments, str(source.files[-1]), "-o", str(made)]
         done = subprocess.run(
             arguments, capture_output=True, text=True, timeout=_COMPILER_TIMEOUT_S, check=False
@@ -101,7 +99,7 @@ def _built(source: LibrarySource) -> Path:
         if done.returncode:
             raise Unusable(f"{compiler} failed: {done.stderr.strip()[:300]}")
         # Others may be at it too; whoever comes last leaves the same.
-        os.replace(made, path)
+        put_in_place(made, path)
     return path
 
 
