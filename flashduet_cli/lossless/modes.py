@@ -15,8 +15,8 @@ OFFICIAL = "dflash"
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way: through the services with these options, or (`speculation` None) by Transformers or the
-    official package in this process.
+    """One way: through the services with these options, or (`speculation` None) by Transformers or
+    the official package in this process.
 
     `as_chat` sends the message for the gateway to render; otherwise the ids are sent.
     """

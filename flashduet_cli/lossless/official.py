@@ -1,4 +1,4 @@
-"""The official `dflash` package, in this process: the same drafter, drafting and verifying its way."""
+"""The official `dflash` package, in this process: the same drafter, used in its way."""
 
 from __future__ import annotations
 
