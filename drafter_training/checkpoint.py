@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen3Config
 
 from draft_service.network import DFlashNetwork
+from flashduet.models_cache import put_in_place
 
 _WRITTEN = (
     *("architectures", "model_type", "dtype", "transformers_version"),
@@ -57,4 +57,4 @@ def save_drafter(folder: Path, network: DFlashNetwork, config: Qwen3Config) -> N
     facts = {key: facts[key] for key in _WRITTEN if key in facts}
     (folder / "config.json.tmp").write_text(json.dumps(facts, indent=2) + "\n")
     for name in ("model.safetensors", "config.json"):
-        os.replace(folder / f"{name}.tmp", folder / name)
+        put_in_place(folder / f"{name}.tmp", folder / name)

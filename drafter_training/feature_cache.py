@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+
+from flashduet.models_cache import put_in_place, staging
 
 
 class FeatureCache:
@@ -36,8 +37,9 @@ class FeatureCache:
             return True
         if self._bytes + size > self._max_bytes:
             return False
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        save_file({"features": rows.contiguous()}, temporary)
-        os.replace(temporary, path)
+        with staging(self._folder) as room:
+            made = room / path.name
+            save_file({"features": rows.contiguous()}, made)
+            put_in_place(made, path)
         self._bytes += size
         return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from flashduet.models_cache import put_in_place
 
 RUN_FILE = "run.json"
 HISTORY_FILE = "history.json"
@@ -38,7 +39,7 @@ def write_json(path: Path, value: object) -> None:
     """By rename, so that a reader never sees half of it."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(temporary, path)
+    put_in_place(temporary, path)
 
 
 def machine() -> dict[str, Any]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load, save
+
+from flashduet.models_cache import put_in_place
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -178,4 +179,4 @@ def _sha256(path: Path) -> str:
 def _replace(path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(data)
-    os.replace(temporary, path)
+    put_in_place(temporary, path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from drafter_training.dataset import ShardDataset
 from drafter_training.objective import Objective, TargetHead
 from drafter_training.optimizer import MasterOptimizer, cosine
 from drafter_training.run_record import Measured, plot_history, write_history
+from flashduet.models_cache import put_in_place
 
 STATE = "state.pt"
 DRAFTER = "drafter"
@@ -214,7 +214,7 @@ class Trainer:
             "history": [asdict(measured) for measured in self.history],
         }
         torch.save(state, self._folder / f"{STATE}.tmp")
-        os.replace(self._folder / f"{STATE}.tmp", self._folder / STATE)
+        put_in_place(self._folder / f"{STATE}.tmp", self._folder / STATE)
         save_drafter(self._folder / DRAFTER, self.network, self._config)
         write_history(self._folder, self.history)
 
