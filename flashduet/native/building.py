@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ log = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-march=native", "-std=c++20")
 _COMPILERS = ("g++", "clang++", "c++")
 _COMPILER_TIMEOUT_S = 60
+_CPU_INFO = Path("/proc/cpuinfo")
+# What tells processors apart there: x86 has flags, ARM features and parts, RISC-V an isa.
+_CPU_FACTS = ("flags", "features", "cpu implementer", "cpu part", "isa", "cpu")
 
 
 class Unusable(Exception):
@@ -50,8 +54,8 @@ class LibrarySource:
 
     @property
     def path(self) -> Path:
-        """Where it lies for these sources and this processor, compiled or not."""
-        made_of = [" ".join(self.arguments), _processor()]
+        """Where it lies for these sources and this machine, compiled or not."""
+        made_of = [" ".join(self.arguments), _machine()]
         made_of += [file.read_text() for file in self.files]
         digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()
         return cache_root() / f"{self.name}s" / f"{self.name}-{digest[:16]}.so"
@@ -103,10 +107,8 @@ def _built(source: LibrarySource) -> Path:
     return path
 
 
-def _processor() -> str:
-    """What -march=native depends on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return "\n".join(
-        [platform.machine(), *sorted({line for line in lines if line.startswith("flags")})]
-    )
+def _machine() -> str:
+    """What -march=native depends on, and the C library that is linked: a cache may be shared."""
+    lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.is_file() else []
+    told = {line for line in lines if line.partition(":")[0].strip().lower() in _CPU_FACTS}
+    return "\n".join([sys.platform, platform.machine(), *platform.libc_ver(), *sorted(told)])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flashduet.models_cache import CACHE_VARIABLE
+from flashduet.native import building
 from flashduet.native.building import LibrarySource, load_library
 
 pytestmark = pytest.mark.skipif(
@@ -47,3 +48,22 @@ def test_a_compilation_that_fails_leaves_nothing(
     made_of = source(tmp_path / "sources", "this is no C++")
     assert load(made_of) is None
     assert list(made_of.path.parent.iterdir()) == []
+
+
+X86 = "processor : 0\ncpu family : 25\ncpu MHz : {}\nflags : fpu sse2 {}\n"
+ARM = "processor : 0\nBogoMIPS : {}\nFeatures : fp asimd {}\nCPU part : 0xd40\n"
+
+
+@pytest.mark.parametrize("processor", [X86, ARM], ids=["x86", "arm"])
+def test_processors_that_share_a_cache_have_a_library_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processor: str
+) -> None:
+    made_of = source(tmp_path, "")
+
+    def path(clock: str, able_to: str) -> Path:
+        (tmp_path / "cpuinfo").write_text(processor.format(clock, able_to))
+        return made_of.path
+
+    monkeypatch.setattr(building, "_CPU_INFO", tmp_path / "cpuinfo")
+    assert path("2400", "sve") == path("3100", "sve")
+    assert path("2400", "sve") != path("2400", "sve2")
