@@ -222,6 +222,7 @@ def test_without_a_compiler_arrays_choose(nothing_built, monkeypatch, found):
     [
         ("elementary.h", "+ 1.0 / 3;", "+ 0.33333333333333;"),
         ("filters.h", "sums.before < mass_limit(top_p, sums.total + least)", "true"),
+        ("row.h", "return sound_;", "return false;"),
     ],
 )
 def test_a_library_that_chooses_otherwise_is_not_used(
