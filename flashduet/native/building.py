@@ -98,7 +98,12 @@ def _built(source: LibrarySource) -> Path:
         made = room / path.name
         arguments = [compiler, *source.arguments, str(source.files[-1]), "-o", str(made)]
         done = subprocess.run(
-            arguments, capture_output=True, text=True, timeout=_COMPILER_TIMEOUT_S, check=False
+            arguments,
+            capture_output=True,
+            text=True,
+            errors="replace",  # in whichever encoding it complains
+            timeout=_COMPILER_TIMEOUT_S,
+            check=False,
         )
         if done.returncode:
             raise Unusable(f"{compiler} failed: {done.stderr.strip()[:300]}")

@@ -50,6 +50,19 @@ def test_a_compilation_that_fails_leaves_nothing(
     assert list(made_of.path.parent.iterdir()) == []
 
 
+def test_a_compiler_may_complain_in_any_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nprintf 'unzul\\344ssig' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    with caplog.at_level("INFO"):
+        assert load(source(tmp_path / "sources", "int answer;")) is None
+    assert "unzul\ufffdssig" in caplog.text
+
+
 X86 = "processor : 0\ncpu family : 25\ncpu MHz : {}\nflags : fpu sse2 {}\n"
 ARM = "processor : 0\nBogoMIPS : {}\nFeatures : fp asimd {}\nCPU part : 0xd40\n"
 
