@@ -6,6 +6,7 @@ killed meanwhile leaves its staging folder; the next one that stages anything re
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -93,6 +94,10 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems know no such thing of folders.
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

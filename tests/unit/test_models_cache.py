@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,27 @@ def test_a_thing_is_on_the_disk_before_it_has_its_name(
     assert set(done[:3]) == {"made", "inner", "weights"}
     assert done[3:] == ["renamed", tmp_path.name]
     assert (path / "inner" / "weights").read_text() == "all of them"
+
+
+@pytest.mark.parametrize(
+    ("of_folders", "reason", "held"),
+    [(True, errno.EINVAL, True), (True, errno.EIO, False), (False, errno.EINVAL, False)],
+)
+def test_only_that_folders_are_never_synced_is_put_up_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_folders: bool, reason: int, held: bool
+) -> None:
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "weights").write_text("all of them")
+
+    def sync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == of_folders:
+            raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with nullcontext() if held else pytest.raises(OSError, match=os.strerror(reason)):
+        put_in_place(made, tmp_path / "kept")
+    assert (tmp_path / "kept").exists() == held
 
 
 def test_a_file_takes_a_files_place(tmp_path: Path) -> None:
