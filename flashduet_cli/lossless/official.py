@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,25 @@ def check_installed() -> None:
         raise ConfigurationError("--official: needs the package dflash (pip install dflash==0.1.0)")
 
 
+def drafter_class(drafter: Path) -> Any:
+    """The package's class for a drafter's folder.
+
+    Raises:
+        ConfigurationError: the package is missing, or cannot read the drafter.
+    """
+    check_installed()
+    from dflash.model import DFlash2DraftModel, DFlashDraftModel
+
+    named = json.loads((drafter / "config.json").read_text()).get("architectures") or []
+    kind = DFlash2DraftModel if "DFlash2DraftModel" in named else DFlashDraftModel
+    if kind.__name__ not in named:
+        raise ConfigurationError(
+            f"{drafter}: the official package reads DFlashDraftModel and DFlash2DraftModel, "
+            f"this is {', '.join(named) or 'neither'}"
+        )
+    return kind
+
+
 class OfficialDFlash:
     """A target and a z-lab drafter, loaded by Transformers and by the package."""
 
@@ -29,26 +49,16 @@ class OfficialDFlash:
         Raises:
             ConfigurationError: the package is missing, or cannot read the drafter.
         """
-        check_installed()
-        from dflash.model import DFlash2DraftModel, DFlashDraftModel
-        from transformers import AutoConfig
-
-        named = getattr(AutoConfig.from_pretrained(drafter), "architectures", None) or []
-        kind = DFlash2DraftModel if "DFlash2DraftModel" in named else DFlashDraftModel
-        if kind.__name__ not in named:
-            raise ConfigurationError(
-                f"{drafter}: the official package reads DFlashDraftModel and DFlash2DraftModel, "
-                f"this is {', '.join(named) or 'neither'}"
-            )
+        kind = drafter_class(drafter)
         self._target = load_model(target, getattr(torch, dtype))
-        self._drafter: Any = kind.from_pretrained(drafter, dtype=getattr(torch, dtype)).eval()
+        self._drafter = kind.from_pretrained(drafter, dtype=getattr(torch, dtype)).eval()
         self._drafter.register_forward_hook(self._count)
-        self._drafted_rounds = 0
+        self._rounds = self._drafted_tokens = 0
 
     def greedy(self, prompt_ids: Sequence[int], max_tokens: int) -> Answer:
         """Its greedy answer, the end-of-sequence token included, and the rounds it drafted in."""
         ends = self._target.generation_config.eos_token_id
-        self._drafted_rounds = 0
+        self._rounds = self._drafted_tokens = 0
         output = self._drafter.spec_generate(
             target=self._target,
             input_ids=torch.tensor([list(prompt_ids)]),
@@ -56,13 +66,14 @@ class OfficialDFlash:
             stop_token_ids=ends if isinstance(ends, list) or ends is None else [ends],
         )
         token_ids = tuple(output[0, len(prompt_ids) :].tolist())
-        rounds = self._drafted_rounds
         return Answer(
             token_ids,
-            rounds=rounds,
-            drafted_tokens=rounds * (self._drafter.block_size - 1),
-            acceptance_length=(len(token_ids) - 1) / rounds if rounds else 0.0,
+            rounds=self._rounds,
+            drafted_tokens=self._drafted_tokens,
+            acceptance_length=(len(token_ids) - 1) / self._rounds if self._rounds else 0.0,
         )
 
     def _count(self, module: Any, arguments: Any, output: Any) -> None:
-        self._drafted_rounds += 1
+        self._rounds += 1
+        # A row for each slot, the anchor's too; the last round may have fewer.
+        self._drafted_tokens += output.shape[1] - 1

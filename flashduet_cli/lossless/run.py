@@ -108,6 +108,9 @@ class Check:
     async def run(self) -> Report:
         """Answer everything, then judge the differences."""
         settings = self._settings
+        if settings.official:
+            # Now, not after all other answers.
+            await asyncio.to_thread(self._check_official)
         async with self._client(settings.config) as client:
             await self._services(client, service_modes(settings.block_lengths))
         if settings.random_drafter:
@@ -161,6 +164,11 @@ class Check:
                 reference.greedy, prompt.token_ids, self._settings.max_tokens
             )
             self._take(BY_TRANSFORMERS, prompt, Answer(tuple(tokens)))
+
+    def _check_official(self) -> None:
+        from flashduet_cli.lossless.official import drafter_class
+
+        drafter_class(self._drafter_folder())
 
     async def _official(self) -> None:
         from flashduet_cli.lossless.official import OfficialDFlash

@@ -3,20 +3,22 @@
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from flashduet.errors import FlashduetError
+from flashduet.errors import ConfigurationError, FlashduetError
 from flashduet.sampling.params import Sampling
 from flashduet.v1 import gateway_pb2 as pb
 from flashduet_cli.lossless import run as lossless_run
+from flashduet_cli.lossless.official import OfficialDFlash
 from flashduet_cli.lossless.reference import Reference
 from flashduet_cli.lossless.run import Check, CheckSettings
 from flashduet_cli.prompt_file import read_prompts
 from flashduet_cli.stack_config import StackConfig
 from tests.support.scripted_gateway import ScriptedGateway, scripted_gateway
-from tests.support.tiny import tiny_target
+from tests.support.tiny import tiny_drafter, tiny_target
 
 TOKENS = 6
 
@@ -61,7 +63,8 @@ def target(tmp_path_factory):
 
 @pytest.fixture
 def checked(target, tmp_path, monkeypatch):
-    """`checked(spoil=...)` runs a check of one prompt and returns its report."""
+    """`checked(spoil=...)` runs a check of one prompt and returns its report; `official` is the
+    drafter for that."""
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"id": "p", "turns": ["hello there"]}))
     prompts = read_prompts(file, target)
@@ -82,7 +85,7 @@ def checked(target, tmp_path, monkeypatch):
         verbose=False,
     )
 
-    def run(**script):
+    def run(official=None, **script):
         for name, value in script.items():
             setattr(services, name, value)
         with scripted_gateway(services) as (endpoint, _):
@@ -92,7 +95,12 @@ def checked(target, tmp_path, monkeypatch):
                 yield SimpleNamespace(endpoint=endpoint)
 
             monkeypatch.setattr(lossless_run, "started", started)
-            check = Check(settings, target, prompts, lambda mode, done: None)
+            given = replace(
+                settings,
+                config=StackConfig(drafter=official and str(official)),
+                official=official is not None,
+            )
+            check = Check(given, target, prompts, lambda mode, done: None)
             return asyncio.run(check.run())
 
     run.partial = settings.partial
@@ -153,3 +161,30 @@ def test_nothing_drafted_shows_nothing(checked):
 def test_a_prompt_that_the_gateway_reads_otherwise_is_an_error(checked):
     with pytest.raises(FlashduetError, match="tokens of the prompt"):
         checked(prompt_tokens=3)
+
+
+@pytest.fixture
+def drafter(target, tmp_path):
+    return tiny_drafter(tmp_path / "drafter", target)
+
+
+def test_the_official_package_answers_too(checked, drafter):
+    report = checked(official=drafter)
+    assert report.passed
+    assert report.answers["dflash"]["p"].token_ids == tuple(checked.answer)
+    assert report.answers["dflash"]["p"].drafted_tokens
+
+
+def test_a_drafter_that_the_official_package_cannot_read_is_told_at_once(checked, drafter):
+    config = json.loads((drafter / "config.json").read_text())
+    (drafter / "config.json").write_text(json.dumps(config | {"architectures": ["Eagle"]}))
+    with pytest.raises(ConfigurationError, match="Eagle"):
+        checked(official=drafter)
+    assert not checked.partial.exists(), "nothing was answered before"
+
+
+def test_drafts_of_the_official_package_are_counted_as_they_were_made(target, drafter):
+    official = OfficialDFlash(target, drafter, "float32")
+    answer = official.greedy([1, 2, 3], 2)
+    assert (answer.rounds, answer.drafted_tokens) == (1, 1), "one more token was wanted"
+    assert official.greedy([1, 2, 3], 1).drafted_tokens == 0
