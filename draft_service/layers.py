@@ -20,6 +20,7 @@ from transformers.activations import ACT2FN
 from draft_service.config import DrafterConfig
 from draft_service.convolution import GroupedCausalConvolution
 from draft_service.joined_linear import Product, fused
+from draft_service.native_rows import RowKernels, kernels_for
 from flashduet.packed_linear import PackedLinear
 
 # (layer index, q [..., q, heads, d], k [..., q, kv_heads, d], v like k) → [..., q, heads * d].
@@ -41,8 +42,11 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self.kernels: RowKernels | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.kernels is not None:
+            return self.kernels.rms_norm(x, self.weight, self.eps)
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -56,11 +60,14 @@ class Rotary(nn.Module):
             config.inverse_frequencies, dtype=torch.float32, device="cpu"
         )
         self.scale = config.rotary_scale
+        self.kernels: RowKernels | None = None
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """int64 [..., n] → cos, sin [..., n, 1, d], to be applied to [..., n, heads, d]."""
         if self.frequencies.device != positions.device:
             self.frequencies = self.frequencies.to(positions.device)
+        if self.kernels is not None:
+            return self.kernels.angles(positions, self.frequencies, self.scale)
         angles = positions[..., None].float() * self.frequencies
         angles = torch.cat([angles, angles], dim=-1)[..., None, :]
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
@@ -92,6 +99,9 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.fused: Product | None = None
         self.norms: Tensor | None = None
+        self.kernels: RowKernels | None = None
+        # Where the heads of `norms` begin in a row of the joined product.
+        self._offsets: Tensor | None = None
 
     def queries_keys_values(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """[..., q, H] → q [..., q, heads, d] and k, v [..., q, kv_heads, d]; q and k rotated."""
@@ -104,7 +114,16 @@ class Attention(nn.Module):
         # Heads of queries and keys go through norm and rotation side by side.
         assert self.norms is not None
         heads = [size // self.head_dim for size in self.sizes]
-        joined = self.fused(h).unflatten(-1, (-1, self.head_dim))
+        joined = self.fused(h)
+        if self.kernels is not None:
+            assert self._offsets is not None
+            eps = self.q_norm.eps
+            self.kernels.norm_and_rotate(joined, self._offsets, self.norms, eps, cos, sin)
+            q, k, v = joined.unflatten(-1, (-1, self.head_dim)).split(
+                [size // self.head_dim for size in self.sizes], dim=-2
+            )
+            return q, k, v
+        joined = joined.unflatten(-1, (-1, self.head_dim))
         both, v = joined.split([heads[0] + heads[1], heads[2]], dim=-2)
         both = functional.rms_norm(both, (self.head_dim,), None, self.q_norm.eps) * self.norms
         q, k = rotate(both, cos, sin).split(heads[:2], dim=-2)
@@ -120,6 +139,8 @@ class Attention(nn.Module):
         if packed:
             self.o_proj = PackedLinear.of(self.o_proj)
             del self.q_proj, self.k_proj, self.v_proj
+        self.kernels = kernels_for(self.norms)
+        self._offsets = torch.arange(len(self.norms)) * self.head_dim
 
 
 class FeedForward(nn.Module):

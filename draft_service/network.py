@@ -30,6 +30,7 @@ from draft_service.layers import (
     rotate,
 )
 from draft_service.masks import LayerMask
+from draft_service.native_rows import RowKernels, kernels_for
 from draft_service.selector import CandidateSelector
 from flashduet.packed_linear import PackedLinear, can_pack
 
@@ -54,6 +55,10 @@ class DFlashNetwork(nn.Module):
             )
         self._fused_context: Product | None = None
         self._fused_key_norms: Tensor | None = None
+        self._kernels: RowKernels | None = None
+        # Where all layers' keys begin in a row of the context projection, and their norms' weights.
+        self._key_offsets: Tensor | None = None
+        self._key_weights: Tensor | None = None
 
     def embed(self, token_ids: Tensor, embedding: Tensor) -> Tensor:
         """Block input: int64 [..., q], the target's embedding [V, H] → [..., q, H]."""
@@ -84,10 +89,17 @@ class DFlashNetwork(nn.Module):
             norms = self._key_norms()
         shape = (config.num_layers, 2, config.num_kv_heads, config.head_dim)
         project = self._fused_context or Joined(self._context_parts())
-        both = project(context).unflatten(-1, shape)
-        keys, values = both.unbind(-3)  # each [..., c, L, kv_heads, d]
-        keys = functional.rms_norm(keys, (config.head_dim,), None, config.rms_norm_eps)
+        both = project(context)
         cos, sin = self.rotary(positions, context.dtype)  # [..., c, 1, d]
+        if self._kernels is not None:
+            assert self._key_offsets is not None
+            assert self._key_weights is not None
+            self._kernels.norm_and_rotate(
+                both, self._key_offsets, self._key_weights, config.rms_norm_eps, cos, sin
+            )
+            return KeysValues(*both.unflatten(-1, shape).unbind(-3))
+        keys, values = both.unflatten(-1, shape).unbind(-3)  # each [..., c, L, kv_heads, d]
+        keys = functional.rms_norm(keys, (config.head_dim,), None, config.rms_norm_eps)
         keys = rotate(keys * norms[:, None, :], cos[..., None, :], sin[..., None, :])
         return KeysValues(keys, values)
 
@@ -166,6 +178,14 @@ class DFlashNetwork(nn.Module):
             layer.fuse(packed)
         if packed:
             self.fc = PackedLinear.of(self.fc)
+        self._kernels = kernels_for(self.norm.weight)
+        for module in self.modules():
+            if isinstance(module, RMSNorm | Rotary):
+                module.kernels = self._kernels
+        heads, size = self.config.num_kv_heads, self.config.head_dim
+        each = torch.arange(self.config.num_layers)[:, None] * 2 * heads + torch.arange(heads)
+        self._key_offsets = each.flatten() * size
+        self._key_weights = self._fused_key_norms.repeat_interleave(heads, dim=0)
 
     def _decoder_layers(self) -> list[Layer]:
         return [cast(Layer, layer) for layer in self.layers]
