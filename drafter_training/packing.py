@@ -1,4 +1,7 @@
-"""One pass of the drafter over many blocks of a batch: block by block, or FlexAttention on GPUs."""
+"""One pass of the drafter over many blocks of a batch.
+
+Block by block on CPUs, by FlexAttention on CUDA devices, under a dense mask on others.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +48,15 @@ def denoise(
         hidden = run_sparse(network, block, positions, context, anchors)
     else:
         masks = attention_masks(network.config.layer_masks, positions, places, anchors)
-        hidden = run_dense(network, block, positions, context, masks, blocks.positions.shape[-1])
+        if device.type == "cpu":
+            slots = blocks.positions.shape[-1]
+            hidden = run_by_block(network, block, positions, context, masks, slots)
+        else:
+            hidden = network(block, positions, context, masks)
     return hidden.view(*blocks.positions.shape, -1)
 
 
-def run_dense(
+def run_by_block(
     network: DFlashNetwork,
     block: torch.Tensor,
     positions: torch.Tensor,

@@ -119,6 +119,16 @@ def test_flex_attention_gives_the_states_of_the_dense_mask() -> None:
     torch.testing.assert_close(sparse.view_as(dense), dense, rtol=1e-4, atol=1e-5)
 
 
+def test_a_device_without_attention_of_its_own_gets_a_dense_mask() -> None:
+    """As Apple's; PyTorch's meta device stands for it, on which only shapes are computed."""
+    target = tiny_llama()
+    network, embedding = make_network(target), target.get_input_embeddings().weight
+    batch = batch_of(torch.randint(VOCABULARY, (2, 20)), [20, 14], [5, 4])
+    blocks = sample_blocks(batch, RULE, torch.Generator().manual_seed(0))
+    hidden = denoise(network.to("meta"), batch, embedding.to("meta"), blocks)
+    assert hidden.shape == (*blocks.tokens.shape, HIDDEN)
+
+
 @pytest.mark.parametrize(
     "kind",
     [LayerMask(), LayerMask(is_causal=True), LayerMask(window=3), LayerMask(True, 6)],
