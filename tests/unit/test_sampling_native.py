@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -153,12 +155,14 @@ def test_the_border_of_top_p_is_exact():
     """The mass before token k of n equal ones is k / n: it is out from top_p = k / n down."""
     rows, width = 1000, 384
     logits = torch.zeros(rows, width)
-    for kept in (1, 129, 383):
-        for top_p, most in ((kept / width, kept), (np.nextafter(kept / width, 1), kept + 1)):
-            block = RowBlock(0, rows, Sampling(temperature=1.0, top_p=float(top_p), seed=3))
+    for share in (1 / width, 129 / width, 383 / width):
+        for top_p in (share, math.nextafter(share, 1)):
+            block = RowBlock(0, rows, Sampling(temperature=1.0, top_p=top_p, seed=3))
             expected = by_arrays(choose_blocks, logits, [block])
             assert choose_blocks(logits, [block]) == expected
-            assert max(expected[0]) <= most
+            # Of the number that top_p is, rounded.
+            kept = math.ceil(Fraction(top_p) * width)
+            assert max(expected[0]) == kept - 1
 
 
 @needs_library
