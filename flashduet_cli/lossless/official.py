@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,12 +60,15 @@ class OfficialDFlash:
         """Its greedy answer, the end-of-sequence token included, and the rounds it drafted in."""
         ends = self._target.generation_config.eos_token_id
         self._rounds = self._drafted_tokens = 0
-        output = self._drafter.spec_generate(
-            target=self._target,
-            input_ids=torch.tensor([list(prompt_ids)]),
-            max_new_tokens=max_tokens,
-            stop_token_ids=ends if isinstance(ends, list) or ends is None else [ends],
-        )
+        with warnings.catch_warnings():
+            # It calls the cache as Transformers did before; nobody here can change that.
+            warnings.simplefilter("ignore", FutureWarning)
+            output = self._drafter.spec_generate(
+                target=self._target,
+                input_ids=torch.tensor([list(prompt_ids)]),
+                max_new_tokens=max_tokens,
+                stop_token_ids=ends if isinstance(ends, list) or ends is None else [ends],
+            )
         token_ids = tuple(output[0, len(prompt_ids) :].tolist())
         return Answer(
             token_ids,

@@ -183,6 +183,7 @@ def test_a_drafter_that_the_official_package_cannot_read_is_told_at_once(checked
     assert not checked.partial.exists(), "nothing was answered before"
 
 
+@pytest.mark.filterwarnings("error")
 def test_drafts_of_the_official_package_are_counted_as_they_were_made(target, drafter):
     official = OfficialDFlash(target, drafter, "float32")
     answer = official.greedy([1, 2, 3], 2)
