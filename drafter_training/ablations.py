@@ -84,8 +84,15 @@ class Ablation:
     def run(
         self, name: str, report: Callable[[str, float], None] = lambda *_: None
     ) -> Iterator[AblationRow]:
-        """Trains each variant in turn; report: told (variant, share done)."""
-        plain = self._workspace.preset
+        """Trains each variant in turn; report: told (variant, share done).
+
+        Slots are weighed by decay and blocks have their whole length, as published, unless the
+        variant says otherwise: so the figures can stand beside the paper's.
+        """
+        given = self._workspace.preset
+        plain = self._workspace.preset = replace(
+            given, loss=replace(given.loss, weighting="decay"), short_blocks=0.0
+        )
         whole, features = self._workspace.dataset(self._folders)
         features.prepare(self._folders)
         for label, change in ABLATIONS[name].items():
@@ -103,7 +110,7 @@ class Ablation:
             yield AblationRow(
                 label, trainer.step, last.seconds, last.held_out_loss, last.tau, served
             )
-        self._workspace.preset = plain
+        self._workspace.preset = given
 
     def _chosen(self, whole: ShardDataset, features: FeatureSource) -> ShardDataset:
         """The dataset with as many features as the variant has, evenly taken, the last included."""

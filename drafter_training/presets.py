@@ -34,7 +34,10 @@ class Preset:
 
 
 PRESETS = {
-    "default": Preset(answer_tokens=2_000_000),
+    # Slot weights and short blocks: what paid most a step here (docs/training.md, ablations).
+    "default": Preset(
+        answer_tokens=2_000_000, loss=LossRule(weighting="dpace"), anchors=32, short_blocks=0.6
+    ),
     # Minutes on two cores with a small target: shows that everything works, not what it can reach.
     "smoke": Preset(
         answer_tokens=6_000,

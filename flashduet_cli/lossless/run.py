@@ -238,7 +238,8 @@ class Check:
         return self._reference
 
     def _drafter_folder(self) -> Path:
-        given = self._settings.config.drafter or os.environ.get("FLASHDUET_DRAFT_MODEL", "default")
+        set_outside = os.environ.get("FLASHDUET_DRAFT_MODEL")
+        given = self._settings.config.drafter or set_outside or "default"
         return shipped_drafter() if given == "default" else resolve_model(given)
 
     def _random_drafter(self, folder: Path) -> str:
