@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from draft_service.checkpoint import load_drafter
+from draft_service.shortlist import read_shortlist
 from drafter_training.acceptance import agreed, every_draft, walk
 from drafter_training.blocks import BlockRule
 from drafter_training.dataset import Batch
@@ -46,7 +47,8 @@ def score_answers(
     dtype: torch.dtype = torch.float32,
     block_length: int | None = None,
 ) -> list[Scored]:
-    """Walks every answer with the drafter's blocks, one sequence at a time.
+    """Walks every answer with the drafter's blocks, one sequence at a time, drafted as served: from
+    the shortlist, where one lies beside the drafter.
 
     Args:
         block_length: verify so many of the block, anchor included; None: all of it.
@@ -58,6 +60,7 @@ def score_answers(
     network = load_drafter(drafter, dtype=dtype)
     config, head = network.config, target_head(target, dtype)
     rule = BlockRule(config.block_length, config.mask_token_id, anchors=0)
+    shortlist = read_shortlist(drafter, len(head.head))
     slots = (block_length or config.block_length) - 1
     results = []
     for index, sequence in enumerate(sequences):
@@ -65,7 +68,7 @@ def score_answers(
             raise InvalidRequest(f"answers[{index}]", sequence.answer_tokens, "2 tokens at least")
         rows = compute_features(target, list(config.target_layer_ids), [sequence])
         batch = batch_of([sequence], rows, config.hidden_size)
-        blocks, drafts = every_draft(network, batch, head, rule)
+        blocks, drafts = every_draft(network, batch, head, rule, shortlist)
         counts = agreed(drafts[..., :slots], blocks.labels[..., :slots])[0].tolist()
         results.append(Scored([n for _, n in walk(counts, sequence.answer_tokens)]))
     return results

@@ -6,14 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
 from typer.testing import CliRunner, Result
 
-from draft_service.shortlist import read_shortlist
+from draft_service.shortlist import read_shortlist, write_shortlist
 from drafter_training.ablations import ABLATIONS
 from drafter_training.cli import app
-from drafter_training.shards import ShardFolder
-from tests.support.tiny import IM_END, tiny_target
+from drafter_training.scoring import score_answers
+from drafter_training.shards import Sequence, ShardFolder
+from tests.support.tiny import IM_END, tiny_drafter, tiny_target
 
 
 def invoke(*arguments: object, expect: int = 0) -> Result:
@@ -134,3 +136,12 @@ def test_a_wrong_option_is_named(arguments: tuple[str, ...], words: str, tmp_pat
     result = CliRunner().invoke(app, list(given))
     assert result.exit_code in (1, 2)
     assert words in result.output.replace("\n", "")
+
+
+def test_answers_are_scored_with_the_shortlist_that_is_served(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target")
+    drafter = tiny_drafter(tmp_path / "drafter", target)
+    answer = [Sequence([5, 6, 7] + [40] * 25, 3, greedy=True)]
+    assert max(score_answers(target, drafter, answer)[0].rounds) < 8
+    write_shortlist(drafter, torch.tensor([40]))
+    assert score_answers(target, drafter, answer)[0].rounds == [8, 8, 8]
