@@ -8,8 +8,9 @@ after them for one pass and never counted, so they cannot persist: the next appe
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -51,16 +52,21 @@ class Context:
     """One session's context as the engine knows it.
 
     Attributes:
-        length: rows written.
-        history: their tokens, where the session's sampling looks at them.
+        token_ids: int64 of the rows written, one each.
+        history: the same counted, where the session's sampling looks at them.
     """
 
-    length: int = 0
+    token_ids: array[int] = field(default_factory=lambda: array("q"))
     history: TokenHistory | None = None
+
+    @property
+    def length(self) -> int:
+        """Rows written."""
+        return len(self.token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """So many more rows are written, one for each token."""
-        self.length += len(token_ids)
+        self.token_ids.extend(token_ids)
         if self.history is not None:
             self.history.extend(token_ids)
 
@@ -72,7 +78,7 @@ class Context:
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot cut a context of {self.length} rows back to {length}")
-        self.length = length
+        del self.token_ids[length:]
         if self.history is not None:
             self.history.truncate(length)
 

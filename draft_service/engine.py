@@ -16,6 +16,7 @@ from torch import Tensor
 from draft_service.choosing import Chooser
 from draft_service.context import Context, ContextPlan, ContextStore, Seen, joined_slots
 from draft_service.draft_vocabulary import DraftVocabulary
+from draft_service.lookup import look_up
 from draft_service.masks import LayerMask, attention_masks
 from draft_service.network import DFlashNetwork, folded_attention
 from draft_service.work import Drafts, IngestWork, ProposeWork, StepResult, StepTimes
@@ -31,6 +32,8 @@ class Engine:
         network: loaded, on its device and in its dtype; its weights are fused here.
         vocabulary: embedding and head, on the same device and in the same dtype.
         plan: room for contexts, taken here.
+        lookup: tokens that must repeat for what followed them to be copied, see
+            `draft_service.lookup`; 0: the drafter drafts always.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Engine:
         network: DFlashNetwork,
         vocabulary: DraftVocabulary,
         plan: ContextPlan | None = None,
+        lookup: int = 0,
     ) -> None:
         self.network = network
         self.config = network.config
@@ -46,6 +50,7 @@ class Engine:
         self.plan = plan or ContextPlan()
         self.store = ContextStore(self.config, self.plan, self.dtype, self.device)
         self.vocab_size = vocabulary.vocab_size
+        self._lookup = lookup
         self._embedding = vocabulary.embedding
         self._mask_embedding = vocabulary.mask_embedding
         self._head = vocabulary.product()
@@ -74,19 +79,26 @@ class Engine:
             self._ingest(ingests)
         ingested_ns = time.time_ns()
         ready = [work for work in proposals if work.context.length == work.anchor_position]
-        forwarded_ns = sampled_ns = ingested_ns
-        drafted: list[Drafts | None] = []
-        if ready:
-            hidden, logits = self._forward(ready)
+        by_work: dict[int, Drafts | None] = {id(work): self._copied(work) for work in ready}
+        fresh = [work for work in ready if by_work[id(work)] is None]
+        forwarded_ns = sampled_ns = time.time_ns()
+        if fresh:
+            hidden, logits = self._forward(fresh)
             self._synchronize()
             forwarded_ns = time.time_ns()
-            drafted = self._chooser.choose(logits, hidden, ready)
+            drafted = self._chooser.choose(logits, hidden, fresh)
+            by_work.update(zip(map(id, fresh), drafted, strict=True))
             sampled_ns = time.time_ns()
-        by_work = dict(zip(map(id, ready), drafted, strict=True))
         return StepResult(
             [by_work.get(id(work)) for work in proposals],
             StepTimes(start_ns, ingested_ns, forwarded_ns, sampled_ns),
         )
+
+    def _copied(self, work: ProposeWork) -> Drafts | None:
+        if not self._lookup:
+            return None
+        text, count = work.context.token_ids, work.block_length - 1
+        return look_up(text, work.anchor_token_id, count, self._lookup)
 
     def warm_up(self, block_length: int) -> None:
         """Run every path once, so that no request pays for first-time work.
@@ -98,7 +110,8 @@ class Engine:
         features = torch.zeros((rows, self.config.feature_width), dtype=self.dtype).to(self.device)
         for sampling in (Sampling(), Sampling(temperature=1.0, top_p=0.9, seed=1)):
             anchor = context.length + rows
-            ingest = IngestWork(context, context.length, [0] * rows, features, block_ids)
+            # Tokens that nobody has, so that nothing can be copied.
+            ingest = IngestWork(context, context.length, [-1] * rows, features, block_ids)
             propose = ProposeWork(context, anchor, 0, block_length, sampling, 0, block_ids)
             self.step([ingest], [propose])
 

@@ -70,7 +70,7 @@ def load(settings: DraftSettings) -> LoadedDrafter:
         settings.max_block_length,
         settings.context_dtype,
     )
-    engine = Engine(checkpoint.network, vocabulary, plan)
+    engine = Engine(checkpoint.network, vocabulary, plan, settings.lookup)
     engine.warm_up(max(2, min(config.block_length, settings.max_block_length)))
     log.info(
         "drafter %s: %s format, head over %d of %d tokens",

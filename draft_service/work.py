@@ -75,10 +75,16 @@ class ProposeWork:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Draft tokens for the positions after the anchor, and the drafter's probability of each."""
+    """Draft tokens for the positions after the anchor.
+
+    Attributes:
+        confidence: the drafter's probability of each, or what a copy is thought to be worth.
+        copied: from the text itself (`draft_service.lookup`), without a pass of the drafter.
+    """
 
     token_ids: list[int]
     confidence: list[float]
+    copied: bool = False
 
 
 @dataclass(frozen=True, slots=True)

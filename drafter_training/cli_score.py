@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -19,9 +20,11 @@ def score(
     target: options.Target = "default",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     block_length: Annotated[int | None, typer.Option(min=2, show_default=False)] = None,
+    lookup: Annotated[int, typer.Option(min=0, help="As the draft service is told.")] = 0,
     threads: options.Threads = None,
 ) -> None:
-    """Print a JSON list with the rounds of each answer: tokens committed by each round."""
+    """Print JSON: of each answer the tokens committed by each round, `rounds`, and `alone` without
+    what is copied from the text."""
     import torch
 
     from drafter_training.scoring import score_answers
@@ -43,5 +46,6 @@ def score(
             sequences,
             dtype=getattr(torch, dtype),
             block_length=block_length,
+            lookup=lookup,
         )
-        typer.echo(json.dumps([result.rounds for result in results]))
+        typer.echo(json.dumps([asdict(result) for result in results]))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 
 from draft_service.checkpoint import load_drafter
+from draft_service.lookup import look_up
 from draft_service.shortlist import read_shortlist
 from drafter_training.acceptance import agreed, every_draft, walk
 from drafter_training.blocks import BlockRule
@@ -21,9 +24,13 @@ from flashduet.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class Scored:
-    """Rounds of one answer: tokens committed by each, bonus included."""
+    """Rounds of one answer: tokens committed by each, bonus included.
+
+    alone: by the drafter alone, where the rounds are with what is copied from the text.
+    """
 
     rounds: list[int]
+    alone: list[int]
 
 
 def batch_of(sequences: list[Sequence], rows: list[torch.Tensor], hidden_size: int) -> Batch:
@@ -46,12 +53,14 @@ def score_answers(
     *,
     dtype: torch.dtype = torch.float32,
     block_length: int | None = None,
+    lookup: int = 0,
 ) -> list[Scored]:
     """Walks every answer with the drafter's blocks, one sequence at a time, drafted as served: from
     the shortlist, where one lies beside the drafter.
 
     Args:
         block_length: verify so many of the block, anchor included; None: all of it.
+        lookup: tokens that must repeat to be copied, as the draft service is told; 0: never.
 
     Raises:
         InvalidRequest: a sequence has no answer to walk.
@@ -70,5 +79,27 @@ def score_answers(
         batch = batch_of([sequence], rows, config.hidden_size)
         blocks, drafts = every_draft(network, batch, head, rule, shortlist)
         counts = agreed(drafts[..., :slots], blocks.labels[..., :slots])[0].tolist()
-        results.append(Scored([n for _, n in walk(counts, sequence.answer_tokens)]))
+        copied = _with_copies(counts, sequence, slots, lookup)
+        results.append(
+            Scored(*(_rounds(accepted, sequence.answer_tokens) for accepted in (copied, counts)))
+        )
     return results
+
+
+def _rounds(accepted: list[int], answer_tokens: int) -> list[int]:
+    return [committed for _, committed in walk(accepted, answer_tokens)]
+
+
+def _with_copies(counts: list[int], sequence: Sequence, slots: int, lookup: int) -> list[int]:
+    """Right drafts of the block at each offset, where the text's own repetition goes first."""
+    if not lookup:
+        return counts
+    text, result = sequence.token_ids, []
+    for offset, count in enumerate(counts):
+        anchor = sequence.prompt_length + offset
+        copied = look_up(array("q", text[:anchor]), text[anchor], slots, lookup)
+        if copied is not None:
+            pairs = zip(copied.token_ids, text[anchor + 1 :], strict=False)
+            count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        result.append(count)
+    return result

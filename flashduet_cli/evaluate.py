@@ -38,6 +38,16 @@ def evaluate(
         int | None,
         typer.Option(min=2, help="Anchor and drafts. Default: as trained.", show_default=False),
     ] = None,
+    lookup: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=16,
+            help="Tokens that must repeat to be copied, not drafted; 0: the drafter alone. "
+            "Default: as the draft service.",
+            show_default=False,
+        ),
+    ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Answers at once.")] = 1,
     teacher_forced: Annotated[
         bool, typer.Option(help="Also walk the greedy answers without the services.")
@@ -74,6 +84,7 @@ def evaluate(
             temperatures=parsed_temperatures(temperatures),
             seed=seed or 0,
             block_length=block_length,
+            lookup=lookup,
             concurrency=concurrency,
             teacher_forced=teacher_forced,
             verbose=verbose,
@@ -124,6 +135,9 @@ def _print(report: Mapping[str, Any]) -> None:
     forced = [part.get("teacher_forced") for part in runs.values()]
     if any(forced):
         table.add_row("teacher forced", *(f"{f['overall']:.3f}" if f else "" for f in forced))
+        if report["lookup"]:
+            alone = (f"{f['drafter_alone']:.3f}" if f else "" for f in forced)
+            table.add_row("drafter alone, teacher forced", *alone)
     out.print(table)
     table = Table("slot", *runs, title="rounds that accept it", title_justify="left")
     for slot in range(report["block_length"] - 1):

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from draft_service.settings import DraftSettings
 from flashduet.client import AsyncClient
 from flashduet.errors import FlashduetError
 from flashduet.models import resolve_model
@@ -32,6 +33,8 @@ PATIENT = {
     "FLASHDUET_GATEWAY_DRAFT_BUDGET_CEILING_MS": "20000",
 }
 
+LOOKUP = "FLASHDUET_DRAFT_LOOKUP"
+
 # Called after each answer.
 OnAnswer = Callable[[str], None]
 
@@ -40,6 +43,7 @@ OnAnswer = Callable[[str], None]
 class EvalSettings:
     """What is measured and how. block_length: anchor and drafts; None: as trained.
 
+    lookup: tokens that must repeat to be copied; 0: the drafter alone; None: as services are set.
     teacher_forced: also score the greedy answers without the services.
     """
 
@@ -50,6 +54,7 @@ class EvalSettings:
     temperatures: Sequence[float]
     seed: int
     block_length: int | None
+    lookup: int | None
     concurrency: int
     teacher_forced: bool
     verbose: bool
@@ -61,7 +66,15 @@ class EvalSettings:
             "max_tokens": self.max_tokens,
             "temperatures": list(self.temperatures),
             "seed": self.seed,
+            "lookup": self.lookup_used,
         }
+
+    @property
+    def lookup_used(self) -> int:
+        """What the draft service goes by."""
+        default = str(DraftSettings.model_fields["lookup"].default)
+        given = os.environ.get(LOOKUP, default) if self.lookup is None else self.lookup
+        return int(self.config.env.get(LOOKUP, given))
 
 
 class Evaluation:
@@ -78,7 +91,8 @@ class Evaluation:
     async def run(self) -> dict[str, object]:
         """Everything measured, ready for JSON."""
         settings = self._settings
-        config = replace(settings.config, env={**PATIENT, **settings.config.env})
+        lookup = {LOOKUP: str(settings.lookup_used)}
+        config = replace(settings.config, env={**PATIENT, **lookup, **settings.config.env})
         async with (
             started(config, verbose=settings.verbose, spinner=False) as stack,
             AsyncClient(stack.endpoint) as client,
@@ -176,14 +190,21 @@ class Evaluation:
             command += ["--target", str(self._settings.model_folder)]
             command += ["--dtype", self._settings.dtype]
             command += ["--block-length", str(self._block_length)]
+            command += ["--lookup", str(self._settings.lookup_used)]
             if self._settings.config.threads:
                 command += ["--threads", str(self._settings.config.threads)]
             output = await _output(command)
-        rounds = json.loads(output)
-        differ = sum(
-            list(answer.rounds) != walk for answer, walk in zip(walked, rounds, strict=True)
-        )
-        return {"overall": tau_of(rounds).tau, "answers_with_other_rounds": differ}
+        scored = list(zip(walked, json.loads(output), strict=True))
+        return {
+            "overall": tau_of(found["rounds"] for _, found in scored).tau,
+            "answers_with_other_rounds": sum(
+                list(answer.rounds) != found["rounds"] for answer, found in scored
+            ),
+            "drafter_alone": tau_of(found["alone"] for _, found in scored).tau,
+            "drafter_alone_without_loops": tau_of(
+                found["alone"] for answer, found in scored if not loops(answer.token_ids)
+            ).tau,
+        }
 
 
 async def _output(command: Sequence[str]) -> bytes:

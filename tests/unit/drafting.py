@@ -70,14 +70,20 @@ class DraftingEngine(Engine):
 
 
 def engine_of(
-    drafter: Path, target: Path, *, tied: bool = True, plan: ContextPlan | None = None
+    drafter: Path,
+    target: Path,
+    *,
+    tied: bool = True,
+    plan: ContextPlan | None = None,
+    lookup: int = 0,
 ) -> DraftingEngine:
     """A float32 engine on the CPU."""
     plan = plan or ContextPlan(rows=1 << 16)
     checkpoint = load_checkpoint(drafter)
     tensors = load_target_tensors(target, tied=tied)
     shortlist = read_shortlist(drafter, len(tensors.embedding))
-    return DraftingEngine(checkpoint.network, assemble(tensors, checkpoint.own, shortlist), plan)
+    vocabulary = assemble(tensors, checkpoint.own, shortlist)
+    return DraftingEngine(checkpoint.network, vocabulary, plan, lookup)
 
 
 async def until(condition: Callable[[], bool], seconds: float = WAIT_S) -> None:

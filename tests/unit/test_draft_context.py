@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 
 import pytest
@@ -142,7 +143,7 @@ def test_rows_are_found_by_tokens_and_key_only_once_they_are_written(
 
 
 def test_a_context_cannot_be_cut_forwards() -> None:
-    context = Context(length=5)
+    context = Context(array("q", range(5)))
     for length in (6, -1):
         with pytest.raises(ValueError, match="cut a context of 5 rows"):
             context.truncate(length)

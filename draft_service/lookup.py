@@ -1,0 +1,51 @@
+"""Drafts copied from the text itself: what followed when its last tokens came before.
+
+Loops, quotations and edited code repeat what was said. A copy of it is right more often than a
+small drafter's guess, past the first slots above all, and costs no pass (prompt lookup decoding;
+what it brings is measured in docs/training.md). Like every draft it is only a proposal.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from draft_service.work import Drafts
+
+LONGEST_MATCH = 16
+"""Of a longer match the rest is not looked at."""
+
+
+def look_up(text: array[int], anchor: int, count: int, least: int) -> Drafts | None:
+    """Drafts for the `count` positions after the anchor, or None if too little repeats.
+
+    Of the places where most of the last tokens stood before, the latest is copied from. The copy
+    may run into itself: a loop shorter than the block goes round.
+
+    Args:
+        text: int64 ("q"), the tokens before the anchor.
+        least: tokens that must repeat, the anchor among them; at least 1.
+
+    Returns:
+        Each token's confidence is what so many agreeing ones before it make likely, by Laplace's
+        rule of succession: (n + 1) / (n + 2) after n.
+    """
+    ids = np.frombuffer(text, dtype=np.int64)
+    ends = np.flatnonzero(ids == anchor)
+    matched = 1 if len(ends) else 0
+    while 0 < matched < min(LONGEST_MATCH, len(ids)):
+        longer = ends[ends >= matched]
+        longer = longer[ids[longer - matched] == ids[-matched]]
+        if not len(longer):
+            break
+        ends, matched = longer, matched + 1
+    if matched < max(least, 1):
+        return None
+    start = int(ends[-1]) + 1
+    source = [*text[start : start + count], anchor][:count]
+    period = len(ids) + 1 - start
+    while len(source) < count:
+        source.append(source[len(source) - period])
+    seen = range(matched, matched + count)
+    return Drafts(source, [(n + 1) / (n + 2) for n in seen], copied=True)

@@ -1,0 +1,160 @@
+"""Drafts copied from the text itself."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draft_service.lookup import LONGEST_MATCH, look_up
+from draft_service.work import IngestWork, ProposeWork
+from tests.support.tiny import tiny_drafter, tiny_target
+from tests.unit.drafting import DraftingEngine, engine_of, features_for
+
+ROUND = [5, 6, 7, 8]
+
+
+def copied(text: list[int], count: int = 4, least: int = 3) -> list[int] | None:
+    drafts = look_up(array("q", text[:-1]), text[-1], count, least)
+    return None if drafts is None else drafts.token_ids
+
+
+def test_what_followed_the_last_tokens_is_copied() -> None:
+    assert copied([1, 2, 3, 4, 5, 6, 9, 1, 2, 3]) == [4, 5, 6, 9]
+
+
+def test_fewer_repeated_tokens_than_asked_for_are_not() -> None:
+    text = [8, 2, 3, 4, 5, 6, 9, 1, 2, 3]
+    assert copied(text) is None
+    assert copied(text, least=2) == [4, 5, 6, 9]
+
+
+def test_the_longest_match_wins_and_then_the_latest() -> None:
+    assert copied([7, 1, 2, 3, 40, 1, 2, 3, 50, 7, 1, 2, 3], count=1) == [40]
+    assert copied([1, 2, 3, 40, 1, 2, 3, 50, 9, 1, 2, 3], count=1) == [50]
+
+
+def test_a_loop_shorter_than_the_block_goes_round() -> None:
+    assert copied([*ROUND, *ROUND], count=9) == [5, 6, 7, 8, 5, 6, 7, 8, 5]
+    assert copied([3, 3, 3], count=3, least=2) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("text", [[1], [1, 1], [1, 2], [2, 1, 2]])
+def test_the_shortest_texts(text: list[int]) -> None:
+    assert copied(text) is None
+
+
+def test_confidence_grows_with_the_match_up_to_a_bound() -> None:
+    short = look_up(array("q", [1, 2, 9, 1]), 2, 2, 2)
+    long = look_up(array("q", list(range(40)) * 2), 0, 2, 2)
+    assert short is not None
+    assert long is not None
+    assert short.confidence == [3 / 4, 4 / 5]
+    assert long.confidence[0] == (LONGEST_MATCH + 1) / (LONGEST_MATCH + 2)
+    assert short.copied
+
+
+@given(
+    text=st.lists(st.integers(0, 3), min_size=1, max_size=60),
+    count=st.integers(1, 12),
+    least=st.integers(1, 6),
+)
+def test_it_is_the_plain_search(text: list[int], count: int, least: int) -> None:
+    def matched(end: int) -> int:
+        n = 0
+        while n <= end and n < LONGEST_MATCH and text[end - n] == text[len(text) - 1 - n]:
+            n += 1
+        return n
+
+    best = max(((matched(end), end) for end in range(len(text) - 1)), default=(0, 0))
+    expected = None
+    if best[0] >= least:
+        grown = list(text)
+        for place in range(best[1] + 1, best[1] + 1 + count):
+            grown.append(grown[place])
+        expected = grown[len(text) :]
+    assert copied(text, count, least) == expected
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("lookup")
+    target = tiny_target(folder / "target", "llama")
+    return tiny_drafter(folder / "drafter", target), target
+
+
+def engines(folders: tuple[Path, Path]) -> tuple[DraftingEngine, DraftingEngine]:
+    with_lookup = engine_of(*folders, lookup=3)
+    return with_lookup, engine_of(*folders)
+
+
+def fed(engine: DraftingEngine, texts: list[list[int]]) -> list[ProposeWork]:
+    """Contexts of these texts, each with a proposal after its last token."""
+    works = []
+    for seed, text in enumerate(texts):
+        held, rows = engine.new_context(), len(text) - 1
+        work = engine.ingest_work(held, 0, features_for(engine, rows, seed=seed))
+        ingest: IngestWork = replace(work, token_ids=text[:-1])
+        engine.step([ingest], [])
+        works.append(engine.proposal(held, rows, text[-1], 5))
+    return works
+
+
+def test_an_engine_copies_where_the_text_repeats_and_drafts_elsewhere(
+    folders: tuple[Path, Path],
+) -> None:
+    texts = [[*ROUND, *ROUND], [1, 2, 3, 4, 9, 11, 12], [30, 31, 32, 33, 30, 31, 32]]
+    looking, plain = engines(folders)
+    with_lookup = looking.step([], fed(looking, texts)).drafts
+    without = plain.step([], fed(plain, texts)).drafts
+    assert [drafts.copied for drafts in with_lookup if drafts] == [True, False, True]
+    assert with_lookup[0] is not None
+    assert with_lookup[0].token_ids == [5, 6, 7, 8]
+    assert with_lookup[1] == without[1]
+    assert not any(drafts.copied for drafts in without if drafts)
+
+
+def test_a_step_of_copies_alone_runs_no_pass(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking, _ = engines(folders)
+    works = fed(looking, [[*ROUND, *ROUND]])
+    monkeypatch.setattr(looking.network, "run", None)
+    result = looking.step([], works)
+    assert result.drafts[0] is not None
+    times = result.times
+    assert times.start_ns <= times.ingested_ns <= times.forwarded_ns <= times.sampled_ns
+
+
+def test_a_rewound_context_forgets_what_it_had(folders: tuple[Path, Path]) -> None:
+    looking, _ = engines(folders)
+    held = looking.new_context()
+    text = [*ROUND, *ROUND]
+    work = looking.ingest_work(held, 0, features_for(looking, len(text)))
+    looking.step([replace(work, token_ids=text)], [])
+    held.engine.truncate(3)
+    drafts = looking.step([], [looking.proposal(held, 3, 8, 5)]).drafts[0]
+    assert drafts is not None
+    assert not drafts.copied
+
+
+def test_warming_up_runs_the_drafter(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking, _ = engines(folders)
+    passes: list[int] = []
+    run = looking.network.run
+
+    def counted(block: torch.Tensor, *more: Any) -> torch.Tensor:
+        passes.append(len(block))
+        return run(block, *more)
+
+    monkeypatch.setattr(looking.network, "run", counted)
+    looking.warm_up(4)
+    assert passes == [4, 4]  # greedy and sampled
