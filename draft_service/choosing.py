@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from draft_service.native_walk import load_walk
 from draft_service.selector import Candidates, CandidateSelector
 from draft_service.work import Drafts, ProposeWork
 from flashduet.sampling.choose import (
@@ -20,7 +21,7 @@ from flashduet.sampling.noise import gumbels, row_keys
 
 # Of how many of a slot's most likely tokens the selector's candidates are sought with noise: noise
 # seldom lifts one from beyond, and the one that would win without a selector is added anyway.
-_NOISED = 8
+_NOISED = 4
 
 
 class Chooser:
@@ -38,6 +39,7 @@ class Chooser:
         self._head_ids = head_ids
         self._shortlist = None if head_ids is None else Shortlist(head_ids, vocab_size)
         self._selector = selector
+        self._walk = None if selector is None else load_walk(selector, head_ids, _NOISED)
 
     def choose(
         self, logits: Tensor, hidden: Tensor, proposals: Sequence[ProposeWork]
@@ -99,9 +101,15 @@ class Chooser:
     ) -> list[Drafts]:
         selector = self._selector
         assert selector is not None
-        candidates = self._candidates(logits.float(), proposals, rows, chosen)
-        anchors = [work.anchor_token_id for work in proposals]
-        tokens, confidence = selector.walk(hidden, candidates, anchors, rows)
+        # What would be drafted without a selector.
+        winners = torch.tensor([token for each in chosen for token in each.tokens])
+        winners = self._columns(winners.to(logits.device))
+        if self._walk is not None and logits.dtype is torch.bfloat16:
+            tokens, confidence = self._walk(logits, hidden, proposals, winners)
+        else:
+            candidates = self._candidates(logits.float(), proposals, rows, winners)
+            anchors = [work.anchor_token_id for work in proposals]
+            tokens, confidence = selector.walk(hidden, candidates, anchors, rows)
         return [
             Drafts(ids.tolist(), likely.tolist())
             for ids, likely in zip(tokens.split(rows), confidence.split(rows), strict=True)
@@ -112,7 +120,7 @@ class Chooser:
         logits: Tensor,
         proposals: Sequence[ProposeWork],
         rows: list[int],
-        chosen: Sequence[DraftChoice],
+        winners: Tensor,
     ) -> Candidates:
         """The `top_k` best of each slot by logit / temperature + noise, to be added once."""
         assert self._selector is not None
@@ -123,9 +131,7 @@ class Chooser:
         wanted = min(most * _NOISED, width) if any(sampled) else most
         columns = logits.topk(wanted, dim=-1).indices
         if any(sampled):
-            # What would be drafted without a selector, wherever it ranks.
-            winners = torch.tensor([token for each in chosen for token in each.tokens])
-            columns = torch.cat([columns, self._columns(winners.to(device))[:, None]], dim=-1)
+            columns = torch.cat([columns, winners[:, None]], dim=-1)
         values = logits.gather(-1, columns)
         ids = columns if self._head_ids is None else self._head_ids[columns]
         heat = [work.sampling.temperature or 1.0 for work in works]
