@@ -30,6 +30,24 @@ class GroupedCausalConvolution(nn.Module):
         self.base_kernel = nn.Parameter(torch.zeros(2, kernel_size, hidden_size))
         outputs = 2 * kernel_size * (hidden_size // group_size)
         self.kernel_projection: nn.Module = nn.Linear(hidden_size, outputs, bias=False)
+        self.skipped = False
+        """Changes nothing, so that nobody need compute it."""
+
+    def skip_if_identity(self) -> None:
+        """A checkpoint with a selector must have convolutions; these may do nothing."""
+        base = self.base_kernel
+        others = [base[:, 1:], *self.kernel_projection.parameters()]
+        nothing = bool((base[:, 0] == 1).all()) and not any(bool(x.any()) for x in others)
+        self.skipped = nothing
+        if nothing:
+            self.requires_grad_(False)
+
+    @torch.no_grad()
+    def make_identity(self) -> None:
+        self.base_kernel.zero_()
+        self.base_kernel[:, 0] = 1
+        for weight in self.kernel_projection.parameters():
+            weight.zero_()
 
     def before(self, h: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
         """The sub-layer's input [..., q, H] → it convolved, and the kernel for `after`.

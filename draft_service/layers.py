@@ -194,7 +194,7 @@ def _around(
     place: Place,
 ) -> Tensor:
     """The sub-layer's output, between its convolutions if it has any."""
-    if conv is None:
+    if conv is None or conv.skipped:
         return sublayer(h)
     h, kernel = conv.before(h, place.slots)
     return conv.after(sublayer(h), kernel, place.slots)
@@ -220,11 +220,15 @@ class Layer(nn.Module):
         x = x + _around(self.attention_conv, self.input_layernorm(x), attention, place)
         return x + _around(self.mlp_conv, self.post_attention_layernorm(x), self.mlp, place)
 
+    @property
+    def convolutions(self) -> list[GroupedCausalConvolution]:
+        return [conv for conv in (self.attention_conv, self.mlp_conv) if conv is not None]
+
     def fuse(self, packed: bool) -> None:
         self.self_attn.fuse(packed)
         self.mlp.fuse(packed)
-        for conv in (self.attention_conv, self.mlp_conv):
-            if packed and conv is not None:
+        for conv in self.convolutions:
+            if packed and not conv.skipped:
                 conv.kernel_projection = PackedLinear.of(conv.kernel_projection)
 
 

@@ -162,6 +162,12 @@ class DFlashNetwork(nn.Module):
             logits = torch.tanh(logits.float() / cap) * cap
         return logits
 
+    def skip_identities(self) -> None:
+        """Leaves out, from now on, convolutions that change nothing; they are not trained."""
+        for layer in self._decoder_layers():
+            for conv in layer.convolutions:
+                conv.skip_if_identity()
+
     def fuse(self, pack: bool | None = None) -> None:
         """Join weights for serving, and pack them; by default where the processor has kernels.
 
@@ -170,6 +176,7 @@ class DFlashNetwork(nn.Module):
         training.
         """
         self.requires_grad_(False)
+        self.skip_identities()
         able = can_pack(self.norm.weight.dtype, self.norm.weight.device)
         packed = able if pack is None else pack
         self._fused_context = fused(self._context_parts(), packed, shared=True)

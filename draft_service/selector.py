@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,20 @@ class CandidateSelector(nn.Module):
         self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
         self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+
+    def pair_logits(self, hidden: Tensor, previous: Tensor, ids: Tensor | None) -> Tensor:
+        """What the walk adds to the logits of each slot, float32 [n, k].
+
+        Args:
+            hidden: [n, H] after the final norm.
+            previous: int64 [n], the token before each slot.
+            ids: int64 [k], the tokens of the columns; None: the whole vocabulary.
+        """
+        before = functional.embedding(previous, self.predecessor_codebook)
+        successors: Tensor = self.successor_codebook
+        if ids is not None:
+            successors = functional.embedding(ids, successors)
+        return functional.linear(before * self.hidden_projection(hidden), successors).float()
 
     def walk(
         self, hidden: Tensor, candidates: Candidates, anchors: Sequence[int], rows: Sequence[int]

@@ -14,11 +14,9 @@ import torch
 from draft_service.network import DFlashNetwork
 from drafter_training.blocks import UNKNOWN, BlockRule, Blocks, every_block
 from drafter_training.dataset import Batch
+from drafter_training.drafting import greedy_drafts
 from drafter_training.objective import TargetHead
 from drafter_training.packing import denoise
-
-_LOGIT_ROWS = 256
-"""Rows of the whole vocabulary's logits held at once."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +52,9 @@ def every_draft(
     known = blocks.labels != UNKNOWN
     drafts = torch.full(known.shape, UNKNOWN - 1)
     rows = slots[known.to(slots.device)].to(target.head.dtype)
-    head = target.head if shortlist is None else target.head[shortlist]
-    chosen = [network.logits(part, head).argmax(-1).cpu() for part in rows.split(_LOGIT_ROWS)]
-    ids = torch.cat(chosen)
-    drafts[known] = ids if shortlist is None else shortlist[ids]
+    anchors = blocks.tokens[..., 0].flatten().tolist()
+    counts = known.sum(-1).flatten().tolist()
+    drafts[known] = greedy_drafts(network, rows, anchors, counts, target.head, shortlist)
     return blocks, drafts
 
 

@@ -67,6 +67,11 @@ class Blocks:
     positions: torch.Tensor
     labels: torch.Tensor
 
+    @property
+    def previous(self) -> torch.Tensor:
+        """The true token before each slot, int64 [N, A, B - 1]."""
+        return torch.cat([self.tokens[..., :1], self.labels[..., :-1]], -1)
+
 
 def sample_blocks(batch: Batch, rule: BlockRule, generator: torch.Generator) -> Blocks:
     """Draws up to ``rule.anchors`` anchors inside each answer, without replacement.

@@ -48,6 +48,27 @@ def warm_start(
     network.norm.load_state_dict(decoder.norm.state_dict())
 
 
+@torch.no_grad()
+def start_selector(network: DFlashNetwork, embedding: torch.Tensor) -> None:
+    """A selector that changes nothing yet, and convolutions that never do.
+
+    Tokens as predecessors start from the main components of the target's embedding [V, H], at unit
+    variance, so that like tokens are alike from the first step; as successors they start at zero.
+    """
+    for layer in network.layers:
+        for conv in layer.convolutions:
+            conv.make_identity()
+    selector = network.candidate_selector
+    if selector is not None:
+        rank = selector.predecessor_codebook.shape[1]
+        rows = embedding.detach().float()
+        rows = rows - rows.mean(0)
+        values, vectors = torch.linalg.eigh(rows.T @ rows / len(rows))
+        components = rows @ (vectors / values.clamp_min(1e-12).sqrt()).flip(-1)[:, :rank]
+        selector.predecessor_codebook.zero_()[:, : components.shape[1]] = components
+        selector.successor_codebook.zero_()
+
+
 def save_drafter(folder: Path, network: DFlashNetwork, config: Qwen3Config) -> None:
     """Writes bfloat16 weights and the config; each file appears whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)

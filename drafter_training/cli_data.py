@@ -45,6 +45,7 @@ def data(
         bool,
         typer.Option(help="Keep the features seen on the way (some KiB a token, bounded)."),
     ] = True,
+    cache_gib: options.CacheGib = None,
     threads: options.Threads = None,
     seed: options.Seed = 0,
 ) -> None:
@@ -63,7 +64,8 @@ def data(
             "max_answer_tokens": max_answer_tokens,
         }
         settings = replace(given.data, **{k: v for k, v in changes.items() if v is not None})
-        workspace.preset = replace(given, data=settings, slots=slots or given.slots)
+        room = given.cache_gib if cache_gib is None else cache_gib
+        workspace.preset = replace(given, data=settings, slots=slots or given.slots, cache_gib=room)
         generate(
             workspace,
             workspace.root / folder,

@@ -51,6 +51,12 @@ Threads = Annotated[
     int | None, typer.Option(min=1, help="Compute threads. Default: all cores.", show_default=False)
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of all randomness.")]
+CacheGib = Annotated[
+    float | None,
+    typer.Option(
+        min=0, help="Features kept on disk at most, GiB. Default: preset's.", show_default=False
+    ),
+]
 Data = Annotated[
     list[Path], typer.Option(help="Folder that `data` wrote; may be repeated.", show_default=False)
 ]

@@ -47,6 +47,12 @@ def run(
             min=0, max=1, help="Share of passes over blocks half as long.", show_default=False
         ),
     ] = None,
+    selector_rank: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Of a candidate selector (DFlash 2); 0: none.", show_default=False
+        ),
+    ] = None,
     mask_token_id: Annotated[
         int | None, typer.Option(min=0, help="Default: a spare one.", show_default=False)
     ] = None,
@@ -63,6 +69,7 @@ def run(
     checkpoint_seconds: Annotated[
         float | None, typer.Option(min=0, help="Between checkpoints.", show_default=False)
     ] = None,
+    cache_gib: options.CacheGib = None,
     device: options.Device = "auto",
     threads: options.Threads = None,
     seed: options.Seed = 0,
@@ -88,6 +95,7 @@ def run(
             features=features,
             block_length=block_length,
             mask_token_id=mask_token_id,
+            selector_rank=selector_rank,
         )
         loss = chosen(weighting=weighting, gamma=gamma, distillation=distillation)
         workspace.preset = replace(
@@ -96,6 +104,7 @@ def run(
             loss=replace(given.loss, **loss),
             anchors=anchors or given.anchors,
             short_blocks=given.short_blocks if short_blocks is None else short_blocks,
+            cache_gib=given.cache_gib if cache_gib is None else cache_gib,
         )
         settings = chosen(
             epochs=epochs,

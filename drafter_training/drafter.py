@@ -11,7 +11,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from draft_service.config import DrafterConfig, default_target_layer_ids
 from draft_service.network import DFlashNetwork
-from drafter_training.checkpoint import warm_start
+from drafter_training.checkpoint import start_selector, warm_start
 from drafter_training.objective import TargetHead
 from drafter_training.variants import FusedInputNetwork
 from flashduet.errors import ConfigurationError
@@ -24,6 +24,8 @@ _DEFAULT_ROPE_THETA = 10_000.0
 class DrafterShape:
     """layers: decoder layers. layer_ids: tapped target layers; None: ``features`` spread evenly.
 
+    selector_rank: of a candidate selector (DFlash 2), by which a slot knows the token drafted
+    before it; 0: none. selector_top_k: how many tokens of each slot it chooses from.
     copied_layers: target layers to start from; None: the last ones, where they fit; empty: none.
     autoregressive, fused_input: of the ablations; only a block-diffusion drafter with injected keys
     and values can be served.
@@ -34,6 +36,8 @@ class DrafterShape:
     block_length: int = 8
     layer_ids: tuple[int, ...] | None = None
     mask_token_id: int | None = None
+    selector_rank: int = 0
+    selector_top_k: int = 32
     copied_layers: tuple[int, ...] | None = None
     autoregressive: bool = False
     fused_input: bool = False
@@ -91,6 +95,8 @@ def drafter_config(
     block_size: int,
     mask_token_id: int,
     target_layer_ids: list[int],
+    selector_rank: int = 0,
+    selector_top_k: int = 0,
 ) -> Qwen3Config:
     """A drafter of the target's width and rotary base, ``layers`` deep."""
     config = text_config(target.config)
@@ -99,8 +105,13 @@ def drafter_config(
     rope = getattr(config, "rope_parameters", None) or {}
     # Families with two kinds of layers keep one set of parameters for each.
     rope = rope.get("full_attention", rope)
+    facts: dict[str, Any] = {"mask_token_id": mask_token_id, "target_layer_ids": target_layer_ids}
+    if selector_rank:
+        # The format has a selector only beside convolutions; these have one weight a channel.
+        facts |= {"selector_rank": selector_rank, "selector_top_k": selector_top_k}
+        facts |= {"conv_kernel_size": 1, "conv_group_size": hidden}
     return Qwen3Config(
-        architectures=["DFlashDraftModel"],
+        architectures=["DFlash2DraftModel" if selector_rank else "DFlashDraftModel"],
         vocab_size=config.vocab_size,
         hidden_size=hidden,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden,
@@ -123,7 +134,7 @@ def drafter_config(
         dtype="bfloat16",
         num_target_layers=config.num_hidden_layers,
         block_size=block_size,
-        dflash_config={"mask_token_id": mask_token_id, "target_layer_ids": target_layer_ids},
+        dflash_config=facts,
     )
 
 
@@ -141,6 +152,8 @@ def new_drafter(
         block_size=shape.block_length,
         mask_token_id=mask_token_id,
         target_layer_ids=layer_ids,
+        selector_rank=shape.selector_rank,
+        selector_top_k=min(shape.selector_top_k, text_config(target.config).vocab_size),
     )
     if shape.autoregressive:
         config.is_causal = True
@@ -162,6 +175,7 @@ def new_drafter(
             # Layers of another make: the drafter's are initialized like any Qwen3's.
             torch.manual_seed(seed)
             network = kind(DrafterConfig.from_qwen3(config))
+    start_selector(network, target.get_input_embeddings().weight)
     return network.bfloat16(), config, start
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from draft_service.network import DFlashNetwork
 from drafter_training.blocks import UNKNOWN, BlockRule, Blocks, sample_blocks
 from drafter_training.dataset import Batch
+from drafter_training.drafting import draft_logits
 from drafter_training.loss import LossRule, slot_weights
 from drafter_training.packing import denoise
 
@@ -87,7 +88,9 @@ class Objective(nn.Module):
         vocabulary = self._vocabulary(labels, generator)
         answers = torch.searchsorted(vocabulary, labels).to(device)
         head = self.target.head[vocabulary.to(device)]
-        logits = self.network.logits(hidden[known.to(device)].to(head.dtype), head)
+        rows = hidden[known.to(device)].to(head.dtype)
+        previous = blocks.previous[known].to(device)
+        logits = draft_logits(self.network, rows, previous, head, vocabulary.to(device))
         log_probs = logits.log_softmax(-1)
         right_log_probs = log_probs.gather(1, answers[:, None])[:, 0]
         loss, share = -right_log_probs, self.settings.loss.distillation

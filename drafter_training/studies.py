@@ -16,6 +16,7 @@ from draft_service.network import DFlashNetwork
 from drafter_training.acceptance import agreed
 from drafter_training.blocks import UNKNOWN, BlockRule, Blocks, every_block
 from drafter_training.dataset import Batch
+from drafter_training.drafting import draft_logits, greedy_drafts
 from drafter_training.objective import TargetHead
 from drafter_training.packing import denoise
 
@@ -74,13 +75,15 @@ def compare_rules(
     labels = blocks.labels[known]
     source = (blocks.positions[..., 1:] - 1).clamp_max(batch.tokens.shape[1] - 1)
     rows = torch.arange(len(source))[:, None, None].expand_as(source)
+    previous = blocks.previous[known]
     states = batch.final_states[rows[known], source[known]]
     names = ("position-keyed", "rejection", "greedy drafts")
     taken = {name: torch.zeros(known.shape) for name in names}
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     for part in torch.arange(len(labels)).split(_ROWS):
         right = labels[part]
-        ours = network.logits(hidden[known][part].to(target.head.dtype), target.head)
+        mine = hidden[known][part].to(target.head.dtype)
+        ours = draft_logits(network, mine, previous[part], target.head)
         theirs = target.logits(states[part])
         p = (theirs / temperature).log_softmax(-1)
         q = (ours / temperature).log_softmax(-1)
@@ -148,6 +151,7 @@ def second_pass(
     rows = hidden[mask].to(target.head.dtype)
     second = drafts.clone()
     if len(rows):
-        guesses = [network.logits(part, target.head).argmax(-1) for part in rows.split(_ROWS)]
-        second[mask] = torch.cat(guesses)
+        anchors = tokens[..., keep].flatten().tolist()
+        counts = mask.sum(-1).flatten().tolist()
+        second[mask] = greedy_drafts(network, rows, anchors, counts, target.head)
     return agreed(second, blocks.labels)

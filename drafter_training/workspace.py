@@ -11,6 +11,8 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from draft_service.checkpoint import load_drafter
+from draft_service.config import DrafterConfig
+from draft_service.network import DFlashNetwork
 from drafter_training.blocks import BlockInput, BlockRule
 from drafter_training.dataset import ShardDataset
 from drafter_training.drafter import mask_token, new_drafter, tapped_layers, target_head
@@ -116,13 +118,15 @@ class Workspace:
         if init_from is not None:
             given = load_drafter(init_from, dtype=torch.bfloat16)
             _check_same(network.config, given.config)
-            network.load_state_dict(given.state_dict())
+            _take(network, given)
             start = f"the drafter {init_from.name}"
         device = accelerator.device if accelerator else torch.device("cpu")
         head = target_head(target)
         head = replace(head, embedding=head.embedding.to(device), head=head.head.to(device))
+        network.to(device).requires_grad_(True)
+        network.skip_identities()
         objective = Objective(
-            network.to(device).requires_grad_(True),
+            network,
             head,
             dataset.token_counts(vocabulary),
             self.objective(network.config.block_length, mask),
@@ -131,10 +135,19 @@ class Workspace:
         return Assembled(trainer, dataset, start)
 
 
-def _check_same(wanted: object, given: object) -> None:
+def _take(network: DFlashNetwork, given: DFlashNetwork) -> None:
+    """The weights of a drafter to start from; it may be without a selector."""
+    weights = network.state_dict() | given.state_dict()
+    network.load_state_dict(weights)
+
+
+def _check_same(wanted: DrafterConfig, given: DrafterConfig) -> None:
     """Raise CheckpointError where a drafter to start from has another shape."""
-    ours, theirs = asdict(wanted), asdict(given)  # type: ignore[call-overload]
-    for key in ("hidden_size", "num_layers", "target_layer_ids", "mask_token_id"):
+    ours, theirs = asdict(wanted), asdict(given)
+    keys = ["hidden_size", "num_layers", "target_layer_ids", "mask_token_id"]
+    if given.selector_rank:
+        keys += ["selector_rank", "conv_kernel_size", "conv_group_size"]
+    for key in keys:
         if ours[key] != theirs[key]:
             raise CheckpointError(
                 f"the drafter to start from has {key} = {theirs[key]}, this run {ours[key]}"
