@@ -22,7 +22,8 @@ class DataSettings:
 
     Greedy answers are what a greedy server will decode; the sampled ones (at one of
     ``answer_temperatures``) keep the drafter from depending on them. ``min_p`` drops tokens less
-    likely than that share of the best one, when sampling.
+    likely than that share of the best one, when sampling. ``loop_tokens``: of an answer that loops,
+    so many more are kept; a small target loops when it is served, too.
     """
 
     prompt_files: tuple[str, ...] = ()
@@ -33,6 +34,7 @@ class DataSettings:
     min_p: float = 0.02
     max_answer_tokens: int = 192
     max_length: int = 320
+    loop_tokens: int = 48
     shard_sequences: int = 64
     seed: int = 0
 
@@ -51,6 +53,7 @@ class _Slot:
     random: random.Random
     prompt_length: int = 0
     fed: int = 0
+    longest: int | None = None  # of the answer, since it loops
 
     @property
     def temperature(self) -> float:
@@ -240,9 +243,12 @@ class AnswerGenerator:
         answer = len(work.token_ids) - work.prompt_length
         if work.user_left or answer < 1:
             return False
-        if work.token_ids[-1] == self._end or answer >= self._settings.max_answer_tokens:
-            return True
-        return answer % 8 == 0 and repeats_itself(work.token_ids[work.prompt_length :])
+        settings = self._settings
+        if work.longest is None and answer % 8 == 0:
+            looping = repeats_itself(work.token_ids[work.prompt_length :])
+            work.longest = answer + settings.loop_tokens if looping else None
+        longest = min(settings.max_answer_tokens, work.longest or settings.max_answer_tokens)
+        return work.token_ids[-1] == self._end or answer >= longest
 
     def _finish(self, shard: int, place: int, work: _Slot | None, slot: int = 0) -> None:
         """Hands in a place of a shard; the last one writes it."""

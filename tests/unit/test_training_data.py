@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from drafter_training import generation
 from drafter_training.data_command import make_data
 from drafter_training.feature_cache import FeatureCache
 from drafter_training.features import FeatureSource, compute_features
@@ -164,6 +166,17 @@ def test_only_a_repeating_tail_counts_as_a_loop() -> None:
     assert repeats_itself(list(range(40)) + [1, 2, 3] * 12)
     assert not repeats_itself(list(range(80)))
     assert not repeats_itself([7, 8] * 5)
+
+
+@pytest.mark.parametrize("kept", [0, 24])
+def test_of_a_loop_so_many_tokens_are_kept(
+    make: Make, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "repeats_itself", lambda tokens: len(tokens) >= 16)
+    settings = replace(SETTINGS, max_answer_tokens=64, loop_tokens=kept, greedy_share=1.0)
+    folder = make(200, settings=settings)
+    lengths = [s.answer_tokens for n in folder.numbers for s in folder.read(n)]
+    assert max(lengths) == 16 + kept
 
 
 def test_tokens_that_need_more_than_two_bytes_are_refused(tmp_path: Path) -> None:
