@@ -54,6 +54,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[float]:
             "PYTHONPATH": path,
             STAMPS_VARIABLE: str(folder),
             "FLASHDUET_TARGET_MAX_KV_TOKENS": "16384",
+            "FLASHDUET_DRAFT_LOOKUP": "0",  # a copy has no pass to be seen
         },
         modules={role: f"stamped.{role}" for role in ("target", "draft", "gateway")},
     )

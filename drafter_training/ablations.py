@@ -47,6 +47,7 @@ ABLATIONS: dict[str, dict[str, Change]] = {
     "weighting": {name: _loss(weighting=name) for name in ("decay", "flat", "dpace")},
     "distillation": {f"{share:g}": _loss(distillation=share) for share in (0.0, 0.5, 1.0)},
     "start": {"target layers": lambda p: p, "random": _shape(copied_layers=())},
+    "selector": {str(rank): _shape(selector_rank=rank) for rank in (0, 24)},
     "rate": {f"{rate:g}": _rate(rate) for rate in (3e-4, 1e-3, 2e-3)},
     "injection": {
         "block diffusion, keys and values": lambda p: p,
