@@ -119,19 +119,23 @@ class Trainer:
         """Trains to the end of the schedule; False if it was asked to stop before."""
         started, saved = time.monotonic() - self._elapsed, time.monotonic()
         losses: list[float] = []
-        while (done := self._done()) < 1 and not self._stopping:
-            losses.append(self._train_step(done))
-            self._elapsed = time.monotonic() - started
+        while True:
+            done, due, stopping = self._agree(
+                time.monotonic() - saved > self.settings.checkpoint_seconds
+            )
+            if done >= 1 or stopping:
+                break
             measured = None
-            if time.monotonic() - saved > self.settings.checkpoint_seconds:
+            if due and losses:
                 measured, losses = self._checkpoint(losses), []
                 saved = time.monotonic()
-            loss = losses[-1] if losses else self.history[-1].loss
-            report(Progress(self.step, self.total_steps, self._done(), loss, measured))
-        finished = self._done() >= 1
+            losses.append(self._train_step(done))
+            self._elapsed = time.monotonic() - started
+            report(Progress(self.step, self.total_steps, self._done(), losses[-1], measured))
+        finished = done >= 1
         if losses:
             measured = self._checkpoint(losses)
-            report(Progress(self.step, self.total_steps, self._done(), measured.loss, measured))
+            report(Progress(self.step, self.total_steps, done, measured.loss, measured))
         if finished and self._accelerator.is_main_process:
             plot_history(self._folder, self.history)
         return finished
@@ -141,6 +145,19 @@ class Trainer:
         if self.settings.minutes is None:
             return self.step / self.total_steps
         return self._elapsed / (60 * self.settings.minutes)
+
+    def _agree(self, due: bool) -> tuple[float, bool, bool]:
+        """What all processes go by: share of the schedule that is done, whether a checkpoint is
+        due, whether to stop. Clocks differ, so the first one's counts; any may ask to stop."""
+        if self._accelerator.num_processes == 1:
+            return self._done(), due, self._stopping
+        mine = torch.tensor(
+            [[self._done(), due, self._stopping]],
+            dtype=torch.float64,
+            device=self._accelerator.device,
+        )
+        told = self._accelerator.gather(mine)
+        return float(told[0, 0]), bool(told[0, 1]), bool(told[:, 2].any())
 
     def _train_step(self, done: float) -> float:
         settings, accelerator = self.settings, self._accelerator

@@ -52,7 +52,7 @@ print("finished", flush=True)
 
 
 REPLICA_RUN = """
-import sys
+import json, sys, time
 from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
@@ -64,10 +64,14 @@ target = tiny_llama()
 meeting = InitProcessGroupKwargs(init_method=f"file://{root}/meeting")
 accelerator = Accelerator(cpu=True, kwargs_handlers=[meeting])
 assert accelerator.num_processes == 2
+settings = json.loads(sys.argv[2])
 trainer = make_trainer(
-    make_dataset(root, target), target, root / "replicas", accelerator=accelerator, steps=4
+    make_dataset(root, target), target, root / "replicas", accelerator=accelerator, **settings
 )
+# Their clocks are apart.
+time.sleep(0.7 * accelerator.process_index)
 assert trainer.run()
+print(trainer.step, len(trainer.history))
 accelerator.end_training()
 """
 
@@ -154,9 +158,27 @@ def test_two_processes_take_the_steps_of_two_accumulated_passes(tmp_path: Path) 
     dataset = make_dataset(tmp_path, target)
     alone = make_trainer(dataset, target, tmp_path / "alone", accumulation=2, steps=4)
     assert alone.run()
+    replicas(tmp_path, {"steps": 4})
+    ours, theirs = weights(tmp_path / "replicas"), weights(tmp_path / "alone")
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_processes_whose_clocks_differ_end_and_save_at_the_same_step(tmp_path: Path) -> None:
+    make_dataset(tmp_path, tiny_llama())
+    first, second = replicas(tmp_path, {"minutes": 0.04, "checkpoint_seconds": 0.2})
+    assert first == second
+    assert int(first.split()[1]) > 2
+
+
+def replicas(root: Path, settings: dict[str, float]) -> list[str]:
+    """Trains on two processes; what each printed."""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", REPLICA_RUN, str(tmp_path)],
+            [sys.executable, "-c", REPLICA_RUN, str(root), json.dumps(settings)],
+            stdout=subprocess.PIPE,
+            text=True,
             cwd=Path(__file__).parents[2],
             env={
                 **os.environ,
@@ -170,14 +192,13 @@ def test_two_processes_take_the_steps_of_two_accumulated_passes(tmp_path: Path) 
         for rank in range(2)
     ]
     try:
-        assert [process.wait(WAIT_S) for process in processes] == [0, 0]
+        printed = [process.communicate(timeout=WAIT_S)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()
             process.wait(WAIT_S)
-    ours, theirs = weights(tmp_path / "replicas"), weights(tmp_path / "alone")
-    for name, expected in theirs.items():
-        torch.testing.assert_close(ours[name], expected, rtol=1e-3, atol=1e-4)
+    return printed
 
 
 def test_the_rate_warms_up_and_falls_to_nothing() -> None:
