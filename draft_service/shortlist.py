@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from flashduet.errors import CheckpointError
+from flashduet.models_cache import put_in_place
 
 FILE = "draft_vocabulary.safetensors"
 _TENSOR = "token_ids"
@@ -51,7 +52,9 @@ def build_shortlist(
 
 def write_shortlist(folder: Path, token_ids: Tensor) -> None:
     """Put it beside a checkpoint."""
-    save_file({_TENSOR: token_ids.to(torch.int64).contiguous()}, folder / FILE)
+    staged = folder / f"{FILE}.tmp"
+    staged.write_bytes(save({_TENSOR: token_ids.to(torch.int64).contiguous()}))
+    put_in_place(staged, folder / FILE)
 
 
 def read_shortlist(folder: Path, vocab_size: int) -> Tensor | None:

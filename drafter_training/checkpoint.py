@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from transformers import PreTrainedModel, Qwen3Config
 
 from draft_service.network import DFlashNetwork
@@ -73,7 +73,8 @@ def save_drafter(folder: Path, network: DFlashNetwork, config: Qwen3Config) -> N
     """Writes bfloat16 weights and the config; each file appears whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: t.to(torch.bfloat16).contiguous() for name, t in network.state_dict().items()}
-    save_file(weights, folder / "model.safetensors.tmp", metadata={"format": "pt"})
+    # `save_file` would make it readable for this user alone, and services may run as another.
+    (folder / "model.safetensors.tmp").write_bytes(save(weights, metadata={"format": "pt"}))
     facts = config.to_dict()
     facts = {key: facts[key] for key in _WRITTEN if key in facts}
     (folder / "config.json.tmp").write_text(json.dumps(facts, indent=2) + "\n")

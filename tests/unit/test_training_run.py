@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from draft_service.checkpoint import load_drafter
+from draft_service.shortlist import write_shortlist
 from drafter_training.checkpoint import save_drafter
 from drafter_training.drafter import drafter_config
 from drafter_training.optimizer import cosine
@@ -250,3 +251,17 @@ def test_saved_keys_are_exactly_the_zlab_set(tmp_path: Path) -> None:
     assert written["architectures"] == ["DFlashDraftModel"]
     assert written["dflash_config"] == {"mask_token_id": 3, "target_layer_ids": TAPS}
     assert load_drafter(tmp_path).config.block_length == BLOCK
+
+
+def test_what_is_saved_can_be_read_by_whoever_may_read_other_files(tmp_path: Path) -> None:
+    """A service may run as another user than the one who trained."""
+    target = tiny_llama()
+    config = drafter_config(
+        target, layers=2, block_size=BLOCK, mask_token_id=3, target_layer_ids=TAPS
+    )
+    save_drafter(tmp_path, make_network(target), config)
+    write_shortlist(tmp_path, torch.tensor([1, 2]))
+    (tmp_path / "plain").touch()
+    assert {path.stat().st_mode for path in tmp_path.iterdir()} == {
+        (tmp_path / "plain").stat().st_mode
+    }
