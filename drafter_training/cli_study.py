@@ -97,6 +97,32 @@ def slots(
     Console().print(table)
 
 
+@study_app.command(short_help="Copies of the text beside the drafter.")
+def lookup(
+    target: options.Target = "default",
+    drafter: Drafter = None,
+    out: options.Out = None,
+    least: Annotated[
+        str, typer.Option(help="Tokens that must repeat to be copied; 0: no copies.")
+    ] = "0,2,3,4,6,8,12",
+    sequences: Sequences = 64,
+    answer_length: AnswerLength = 96,
+    threads: options.Threads = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """What drafts copied from the text bring, by how much must repeat first."""
+    with options.reported():
+        study = _open(target, drafter, out, sequences, answer_length, threads)
+        taus = study.lookup(options.numbers(least, "--least"))
+    if as_json:
+        typer.echo(json.dumps({"tau_by_tokens_repeated": taus}))
+        return
+    table = Table("tokens that must repeat", "tau of greedy decoding")
+    for name, tau in taus.items():
+        table.add_row("no copies" if name == "0" else name, f"{tau:.3f}")
+    Console().print(table)
+
+
 def _open(
     target: str | None,
     drafter: Path | None,

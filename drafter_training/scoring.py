@@ -79,7 +79,7 @@ def score_answers(
         batch = batch_of([sequence], rows, config.hidden_size)
         blocks, drafts = every_draft(network, batch, head, rule, shortlist)
         counts = agreed(drafts[..., :slots], blocks.labels[..., :slots])[0].tolist()
-        copied = _with_copies(counts, sequence, slots, lookup)
+        copied = with_copies(counts, sequence, slots, lookup)
         results.append(
             Scored(*(_rounds(accepted, sequence.answer_tokens) for accepted in (copied, counts)))
         )
@@ -90,8 +90,13 @@ def _rounds(accepted: list[int], answer_tokens: int) -> list[int]:
     return [committed for _, committed in walk(accepted, answer_tokens)]
 
 
-def _with_copies(counts: list[int], sequence: Sequence, slots: int, lookup: int) -> list[int]:
-    """Right drafts of the block at each offset, where the text's own repetition goes first."""
+def with_copies(counts: list[int], sequence: Sequence, slots: int, lookup: int) -> list[int]:
+    """Right drafts of the block at each offset, where the text's own repetition goes first.
+
+    Args:
+        counts: of the drafter, from the answer's first token on.
+        slots: of a block. lookup: tokens that must repeat; 0: none.
+    """
     if not lookup:
         return counts
     text, result = sequence.token_ids, []

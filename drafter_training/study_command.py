@@ -18,7 +18,7 @@ from drafter_training.drafter import target_head
 from drafter_training.features import compute_features
 from drafter_training.generation import DataSettings
 from drafter_training.objective import TargetHead
-from drafter_training.scoring import batch_of
+from drafter_training.scoring import batch_of, with_copies
 from drafter_training.shards import Sequence
 from drafter_training.studies import Cascade, SlotTally, compare_rules, second_pass
 from drafter_training.target import load_target
@@ -88,11 +88,26 @@ class Study:
                     taus[keep] = taus[keep] + Tau(sum(rounds), len(rounds))
         return cascade, {str(keep): tau.value for keep, tau in taus.items()}
 
+    def lookup(self, leasts: list[int]) -> dict[str, float]:
+        """τ of greedy answers by how many tokens must repeat to be copied; 0: no copies."""
+        taus = {least: Tau() for least in leasts}
+        for batch, part in zip(self._batches(0.0), self._parts(0.0), strict=True):
+            blocks, drafts = every_draft(self._network, batch, self._head, self._rule)
+            counts = agreed(drafts, blocks.labels).tolist()
+            for accepted, sequence in zip(counts, part, strict=True):
+                for least in leasts:
+                    right = with_copies(accepted, sequence, self._rule.length - 1, least)
+                    rounds = [n for _, n in walk(right, sequence.answer_tokens)]
+                    taus[least] = taus[least] + Tau(sum(rounds), len(rounds))
+        return {str(least): tau.value for least, tau in taus.items()}
+
+    def _parts(self, temperature: float) -> list[list[Sequence]]:
+        sequences = self._answers(temperature)
+        return [sequences[first : first + _BATCH] for first in range(0, len(sequences), _BATCH)]
+
     def _batches(self, temperature: float) -> Iterator[Batch]:
         layers = list(self._network.config.target_layer_ids)
-        sequences = self._answers(temperature)
-        for first in range(0, len(sequences), _BATCH):
-            part = sequences[first : first + _BATCH]
+        for part in self._parts(temperature):
             rows = compute_features(self._target, layers, part)
             yield batch_of(part, rows, self._network.config.hidden_size)
 

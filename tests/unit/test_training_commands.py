@@ -82,11 +82,16 @@ def test_studies_tell_how_drafts_would_be_taken(root: Path) -> None:
     assert set(table["1"]) == {"position-keyed", "rejection", "greedy drafts"}
     # Of all rules with these drafts rejection sampling takes most.
     assert table["1"]["rejection"] > table["1"]["position-keyed"] - 0.05 >= 0.95
+    copies = json.loads(invoke("study", "lookup", *shared, "--least", "0,3,16").stdout)
+    by_least = copies["tau_by_tokens_repeated"]
+    assert set(by_least) == {"0", "3", "16"}
+    assert all(tau >= 1 for tau in by_least.values())
     slots = json.loads(invoke("study", "slots", *shared, "--keep", "1,3").stdout)
     assert set(slots["tau_by_drafts_kept"]) == {"0", "1", "3"}
     assert [row["miss"] for row in slots["cascade"]] == [1, 2]
     # All drafts kept: nothing is left to a second pass.
     assert slots["tau_by_drafts_kept"]["3"] == slots["tau_by_drafts_kept"]["0"]
+    assert slots["tau_by_drafts_kept"]["0"] == by_least["0"]
 
 
 @pytest.mark.parametrize("value", ["x", "0,3", ","])
