@@ -135,9 +135,11 @@ class DraftSession:
             return Proposal([], self._miss(round_))
         if answer.HasField("refused"):
             return Proposal([], self._refused(round_, answer.refused.reason))
-        budget.hit(seconds)
-        self._refusals = 0
         proposal = answer.proposal
+        # Copies are quick whatever a pass takes, for which the next proposal may have to wait.
+        if not proposal.copied:
+            budget.hit(seconds)
+        self._refusals = 0
         drafts = list(proposal.token_ids[: block_length - 1])
         if not self._link.valid(drafts):
             return Proposal([], "bad_proposal")
@@ -168,7 +170,7 @@ class DraftSession:
         round_ = 0 if kind == "opened" else getattr(response, kind).round
         if round_ == self._round and self._answer is not None and not self._answer.done():
             self._answer.set_result(response)
-        elif kind == "proposal" and round_ == self._round:
+        elif kind == "proposal" and round_ == self._round and not response.proposal.copied:
             self._link.budget.late(time.perf_counter() - self._asked_at)
 
     async def _ask(self, message: pb.ProposeRequest, budget_s: float) -> pb.ProposeResponse | None:

@@ -16,6 +16,19 @@ pytest_plugins = ["tests.unit.gateway_fixtures"]
 PROMPT = ids_of("hello")
 
 
+@pytest.mark.parametrize("copies", [False, True])
+async def test_copies_tell_nothing_of_how_long_a_pass_takes(
+    tokenizer: Tokenizer, copies: bool
+) -> None:
+    bounds = {"draft_budget_floor_ms": 5e3, "draft_budget_ceiling_ms": 2e4}
+    async with toy_stack(tokenizer, **bounds) as stack:
+        stack.draft.copies = copies
+        answer = await stack.generate(ask(PROMPT))
+        assert answer.stats.accepted_tokens > 0
+        budgets = [block.budget_us for block in stack.draft.blocks]
+        assert (budgets[-1] == budgets[0]) is copies, "passes bring the budget down, copies do not"
+
+
 async def test_a_stream_that_breaks_leaves_no_task_behind(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -39,6 +39,8 @@ class ToyDraft(DraftServiceServicer):
     freezes_at: int | None = None
     refuses: draft_pb2.RefusalReason | None = None
     refuses_opens: bool = False
+    # Says of its drafts that they are copied from the text.
+    copies: bool = False
     # Given instead of real drafts.
     nonsense: list[int] | None = None
     dies_at: int | None = None
@@ -141,6 +143,7 @@ class ToyDraft(DraftServiceServicer):
             token_ids=drafts,
             confidence=[0.5] * len(drafts),
             timings=PhaseTimings(queue_us=5, forward_us=200, sample_us=20),
+            copied=self.copies,
         )
         await write(_to(request, proposal=proposal))
 
