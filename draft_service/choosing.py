@@ -17,6 +17,7 @@ from flashduet.sampling.choose import (
     Shortlist,
     choose_draft_blocks,
 )
+from flashduet.sampling.logit_table import LEAST_TEMPERATURE
 from flashduet.sampling.noise import gumbels, row_keys
 
 # Of how many of a slot's most likely tokens the selector's candidates are sought with noise: noise
@@ -134,7 +135,10 @@ class Chooser:
             columns = torch.cat([columns, winners[:, None]], dim=-1)
         values = logits.gather(-1, columns)
         ids = columns if self._head_ids is None else self._head_ids[columns]
-        heat = [work.sampling.temperature or 1.0 for work in works]
+        heat = [
+            1.0 if work.sampling.greedy else max(work.sampling.temperature, LEAST_TEMPERATURE)
+            for work in works
+        ]
         temperatures = torch.tensor(heat, device=device)
         noise = torch.zeros_like(values)
         scores = values

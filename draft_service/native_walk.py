@@ -21,6 +21,7 @@ from draft_service.context import Context
 from draft_service.selector import Candidates, CandidateSelector
 from draft_service.work import ProposeWork
 from flashduet.native.building import LibrarySource, Unusable, load_library
+from flashduet.sampling.logit_table import LEAST_TEMPERATURE
 from flashduet.sampling.params import Sampling
 
 _FOLDER = Path(__file__).parent / "native"
@@ -58,8 +59,12 @@ class NativeWalk:
         Args:
             logits: bfloat16 [n, k]. hidden: [n, H].
             winners: int64 [n], columns that are chosen without a selector.
+
+        Raises:
+            IndexError: an anchor or a column is of a token that the codebooks do not have.
         """
         selector, ids = self.selector, self.head_ids
+        self._check_tokens(logits.shape[1], proposals)
         logits, winners = logits.contiguous(), winners.contiguous()
         projected = selector.hidden_projection(hidden).float().contiguous()
         tokens = torch.empty(len(logits), dtype=torch.int64)
@@ -84,6 +89,16 @@ class NativeWalk:
             confidence.data_ptr(),
         )
         return tokens, confidence
+
+    def _check_tokens(self, columns: int, proposals: Sequence[ProposeWork]) -> None:
+        """The machine code reads wherever it is told to."""
+        known = len(self.selector.predecessor_codebook)
+        highest = columns - 1 if self.head_ids is None else int(self.head_ids[-1])
+        anchors = [work.anchor_token_id for work in proposals]
+        if max(highest, *anchors) >= known or min(anchors) < 0:
+            raise IndexError(
+                f"token ids up to {max(highest, *anchors)} for codebooks of {known} tokens"
+            )
 
 
 def load_walk(
@@ -141,5 +156,5 @@ def _block(work: ProposeWork) -> bytes:
         sampling.seed,
         work.choice,
         work.anchor_position + 1,
-        0.0 if sampling.greedy else sampling.temperature,
+        0.0 if sampling.greedy else max(sampling.temperature, LEAST_TEMPERATURE),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,10 +64,13 @@ class _Step:
     finished: list[IngestDone]
     proposals: list[Ticket]
 
-    @property
-    def rows(self) -> int:
-        """Rows that go through the network."""
-        drafted = sum(ticket.work.block_length for ticket in self.proposals)
+    def rows(self, drafts: Sequence[Drafts | None]) -> int:
+        """Rows that went through the network, where these drafts came of it: copies took none."""
+        drafted = sum(
+            ticket.work.block_length
+            for ticket, each in zip(self.proposals, drafts, strict=True)
+            if each is None or not each.copied
+        )
         return drafted + sum(work.rows for work in self.ingests)
 
 
@@ -217,9 +220,9 @@ class Scheduler:
         try:
             result = self._engine.step(step.ingests, [p.work for p in step.proposals])
             drafted = [Drafted(drafts, result.times) for drafts in result.drafts]
-            if step.rows:
+            if rows := step.rows(result.drafts):
                 nanoseconds = result.times.sampled_ns - result.times.start_ns
-                self.step_times.add(step.rows, nanoseconds)
+                self.step_times.add(rows, nanoseconds)
         except Exception as raised:  # one bad step must not end the service
             log.exception("a step failed")
             error = raised

@@ -206,3 +206,21 @@ async def test_what_follows_lost_rows_is_lost_with_them(
     await until(lambda: len(errors) == 3)
     assert [error is None for error in errors] == [False, False, True]
     assert (context.engine.length, other.engine.length) == (0, 20)
+
+
+async def test_copies_count_as_no_rows_of_a_step(
+    engine: DraftingEngine,
+    recorded: tuple[Recorder, Scheduler],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "_lookup", 3)
+    _, scheduler = recorded
+    context = engine.new_context()
+    scheduler.ingest(engine.ingest_work(context, 0, features_for(engine, 10)), lambda error: None)
+    proposal = asyncio.create_task(proposed(scheduler, engine.proposal(context, 10, 7)))
+    await asyncio.sleep(0)
+    scheduler.start()
+    drafts = (await asyncio.wait_for(proposal, WAIT_S)).drafts
+    assert drafts is not None
+    assert drafts.copied
+    assert [entry.max_tokens for entry in scheduler.step_times.to_proto()] == [16]

@@ -74,3 +74,32 @@ def test_logits_that_are_no_numbers_cost_only_their_own_block() -> None:
     assert first is None
     assert second is not None
     assert len(second.token_ids) == 3
+
+
+@pytest.mark.parametrize("temperature", [1e-310, 1e-40])
+def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
+    logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(2)).bfloat16()
+    hidden = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
+    for selector in (selector_of(8, 1), selector_of(8, 1).bfloat16()):
+        chooser = Chooser(VOCABULARY, None, selector)
+        kind = selector.predecessor_codebook.dtype
+        works = [
+            ProposeWork(Context(), 5, 1, 4, Sampling(warmth), 0, ()) for warmth in (0, temperature)
+        ]
+        [greedy], [nearly] = (
+            chooser.choose(logits.to(kind), hidden.to(kind), [work]) for work in works
+        )
+        assert greedy is not None
+        assert nearly is not None
+        assert nearly.token_ids == greedy.token_ids
+        assert all(0 <= likely <= 1 for likely in nearly.confidence)
+
+
+@pytest.mark.parametrize(("anchor", "columns"), [(VOCABULARY, VOCABULARY), (5, VOCABULARY + 1)])
+def test_tokens_that_the_codebooks_lack_are_no_memory_to_be_read(anchor: int, columns: int) -> None:
+    chooser = Chooser(columns, None, selector_of(8, 1).bfloat16())
+    work = ProposeWork(Context(), 5, anchor, 4, Sampling(), 0, ())
+    with pytest.raises(IndexError, match=f"codebooks of {VOCABULARY} tokens"):
+        chooser.choose(
+            torch.randn(3, columns).bfloat16(), torch.randn(3, HIDDEN).bfloat16(), [work]
+        )
