@@ -30,14 +30,15 @@ def warm_start(
     """Copies target layers ``sources`` into the drafter; ``fc`` passes tapped layer ``feature``.
 
     The context is not normalized by ``input_layernorm``, so ``hidden_norm`` takes its place: it
-    starts as the mean of the copied layers'. Head norms stay 1, for the target has none.
+    starts as the mean of the copied layers'. Head norms stay 1, for the target has none, and
+    convolutions beside a selector are not its affair (`start_selector`).
     """
     decoder = target.get_decoder()
     names = network.state_dict().keys()
     for layer, source in zip(network.layers, sources, strict=True):
         weights = decoder.layers[source].state_dict()
         missing, unexpected = layer.load_state_dict(weights, strict=False)
-        if unexpected or any("_norm" not in name for name in missing):
+        if unexpected or any("_norm" not in name and "_conv." not in name for name in missing):
             raise ValueError(f"target layer {source} has other parts than {sorted(names)}")
     hidden = network.hidden_norm.weight.shape[0]
     fc = network.fc.weight

@@ -51,12 +51,15 @@ def greedy_drafts(
     if shortlist is not None:
         head = head[shortlist]
     selector = network.candidate_selector
-    most = 1 if selector is None else min(selector.top_k, len(head))
+    if selector is None:
+        # Ties go to the lowest id, of which `topk` makes no promise.
+        winners = [network.logits(part, head).argmax(-1).cpu() for part in hidden.split(_ROWS)]
+        columns = torch.cat(winners)
+        return columns if shortlist is None else shortlist[columns]
+    most = min(selector.top_k, len(head))
     best = [network.logits(part, head).topk(most) for part in hidden.split(_ROWS)]
     columns = torch.cat([each.indices for each in best])
     ids = columns if shortlist is None else shortlist.to(columns.device)[columns]
-    if selector is None:
-        return ids[:, 0].cpu()
     order = ids.argsort(-1)
     logits = torch.cat([each.values for each in best]).gather(-1, order)
     plain = torch.ones(len(hidden), device=hidden.device)

@@ -48,6 +48,13 @@ def _only_us(folder: Path) -> FileLock:
     return lock
 
 
+def _decisive(fact: object) -> object:
+    """What of it decides the run's weights: not how many features are kept on disk."""
+    if not isinstance(fact, dict):
+        return fact
+    return {key: value for key, value in fact.items() if key != "cache_gib"}
+
+
 class RunCommand:
     """Owns one run folder from its first step to its last."""
 
@@ -88,7 +95,7 @@ class RunCommand:
         self._check_unchanged()
 
     def _describe(self) -> dict[str, Any]:
-        """What decides the run's weights."""
+        """What the run is made with."""
         described: dict[str, Any] = {
             "target": self._workspace.target_hash,
             "settings": asdict(self._settings),
@@ -120,7 +127,7 @@ class RunCommand:
             return
         before = json.loads(path.read_text())["facts"]
         for key, value in self._facts.items():
-            if before.get(key) != value:
+            if _decisive(before.get(key)) != _decisive(value):
                 raise ConfigurationError(
                     f"{self._folder}: the run was begun with another {key}; give the same again, "
                     "or begin a new run with --init-from its drafter"

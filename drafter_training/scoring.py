@@ -94,13 +94,14 @@ def with_copies(counts: list[int], sequence: Sequence, slots: int, lookup: int) 
     """Right drafts of the block at each offset, where the text's own repetition goes first.
 
     Args:
-        counts: of the drafter, from the answer's first token on.
+        counts: of the drafter, from the answer's first token on; those past its end, where a batch
+            has longer ones, are left out.
         slots: of a block. lookup: tokens that must repeat; 0: none.
     """
     if not lookup:
         return counts
     text, result = sequence.token_ids, []
-    for offset, count in enumerate(counts):
+    for offset, count in enumerate(counts[: sequence.answer_tokens]):
         anchor = sequence.prompt_length + offset
         copied = look_up(array("q", text[:anchor]), text[anchor], slots, lookup)
         if copied is not None:

@@ -52,6 +52,8 @@ def test_runs_are_begun_resumed_and_not_mixed_up(root: Path) -> None:
     invoke("data", *common(root), "--answer-tokens", 750, "--slots", 8)
     invoke(*other)
     assert json.loads((root / "a/run.json").read_text())["facts"] == facts
+    # How much is kept on disk changes no weight.
+    invoke(*other, "--cache-gib", 2)
     invoke("run", *common(root), *data, "--name", "b", "--epochs", 0.5, "--init-from", drafter)
     begun = json.loads((root / "b/run.json").read_text())
     assert begun["start"] == "the drafter drafter"

@@ -13,15 +13,16 @@ from safetensors.torch import load_file
 from draft_service.checkpoint import load_drafter
 from drafter_training.acceptance import every_draft
 from drafter_training.blocks import UNKNOWN, BlockRule
-from drafter_training.drafter import target_head
+from drafter_training.drafter import DrafterShape, new_drafter, target_head
 from drafter_training.drafting import draft_logits, greedy_drafts
-from drafter_training.scoring import batch_of, score_answers
+from drafter_training.scoring import batch_of, score_answers, with_copies
 from drafter_training.shards import Sequence
 from drafter_training.target import load_target
 from tests.support.tiny import tiny_drafter, tiny_target
 from tests.unit.drafter_formats import make_dflash2
 from tests.unit.drafting import engine_of, features_for
 from tests.unit.test_training_commands import common, invoke
+from tests.unit.training_support import MASK, TAPS, tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,18 @@ def test_a_fresh_selector_changes_no_draft(root: Path, plain: Path) -> None:
     assert fresh.is_dir()
 
 
+def test_a_drafter_with_a_selector_starts_from_the_targets_layers_too() -> None:
+    networks = []
+    for rank in (0, 6):
+        shape = DrafterShape(layers=2, selector_rank=rank)
+        network, _, start = new_drafter(tiny_llama(), shape, TAPS, MASK, seed=0)
+        assert start == "the target's layers 1, 2"
+        networks.append(network.state_dict())
+    plain, with_selector = networks
+    for name in ("layers.0.mlp.up_proj.weight", "layers.1.self_attn.q_proj.weight"):
+        assert torch.equal(plain[name], with_selector[name])
+
+
 @pytest.fixture
 def walked(tmp_path: Path) -> tuple[Path, Path]:
     """A target, and a drafter whose selector matters."""
@@ -161,3 +174,9 @@ def test_rounds_with_copies_are_told_beside_the_drafters_own(tmp_path: Path) -> 
     assert found.rounds[-1] + found.rounds[-2] > 8
     assert len(found.rounds) < len(found.alone)
     assert sum(found.rounds) == sum(found.alone) == len(loop) - 1
+
+
+def test_copies_are_looked_for_up_to_the_end_of_an_answer() -> None:
+    """Counts of a batch go on to the end of its longest."""
+    answer = Sequence([5, 6, *[40, 41] * 4], 2, greedy=True)
+    assert with_copies([0] * 20, answer, 3, 2) == [0, 0, 0, 3, 3, 2, 1, 0]
