@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from draft_service.settings import DraftSettings
 from flashduet.client import AsyncClient
 from flashduet.errors import FlashduetError
 from flashduet.models import resolve_model
@@ -72,6 +71,9 @@ class EvalSettings:
     @property
     def lookup_used(self) -> int:
         """What the draft service goes by."""
+        # Not at the top: with it comes Transformers, for which no other command should wait.
+        from draft_service.settings import DraftSettings
+
         default = str(DraftSettings.model_fields["lookup"].default)
         given = os.environ.get(LOOKUP, default) if self.lookup is None else self.lookup
         return int(self.config.env.get(LOOKUP, given))

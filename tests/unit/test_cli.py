@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -188,3 +190,10 @@ def test_phases_stand_in_the_order_in_which_they_happen_above_their_parts():
     table = phase_table(phases, 4.0)
     assert list(table.columns[0].cells) == ["verify", "  queue", "  sample", "accept", "new"]
     assert next(iter(table.columns[2].cells)) == "75.0 %"
+
+
+def test_the_command_line_is_there_without_transformers():
+    """No command should wait for what only a few of them need."""
+    check = "import sys, flashduet_cli.main; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr
