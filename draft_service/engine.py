@@ -16,7 +16,7 @@ from torch import Tensor
 from draft_service.choosing import Chooser
 from draft_service.context import Context, ContextPlan, ContextStore, Seen, joined_slots
 from draft_service.draft_vocabulary import DraftVocabulary
-from draft_service.lookup import look_up
+from draft_service.lookup import continued, look_up
 from draft_service.masks import LayerMask, attention_masks
 from draft_service.network import DFlashNetwork, folded_attention
 from draft_service.work import Drafts, IngestWork, ProposeWork, StepResult, StepTimes
@@ -87,7 +87,8 @@ class Engine:
             self._synchronize()
             forwarded_ns = time.time_ns()
             drafted = self._chooser.choose(logits, hidden, fresh)
-            by_work.update(zip(map(id, fresh), drafted, strict=True))
+            for work, drafts in zip(fresh, drafted, strict=True):
+                by_work[id(work)] = self._continued(work, drafts)
             sampled_ns = time.time_ns()
         return StepResult(
             [by_work.get(id(work)) for work in proposals],
@@ -99,6 +100,11 @@ class Engine:
             return None
         text, count = work.context.token_ids, work.block_length - 1
         return look_up(text, work.anchor_token_id, count, self._lookup)
+
+    def _continued(self, work: ProposeWork, drafts: Drafts | None) -> Drafts | None:
+        if drafts is None or not self._lookup:
+            return drafts
+        return continued(work.context.token_ids, work.anchor_token_id, drafts, self._lookup)
 
     def warm_up(self, block_length: int) -> None:
         """Run every path once, so that no request pays for first-time work.

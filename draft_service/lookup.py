@@ -2,7 +2,7 @@
 
 Loops, quotations and edited code repeat what was said. A copy of it is right more often than a
 small drafter's guess, past the first slots above all, and costs no pass (prompt lookup decoding;
-what it brings is measured in docs/training.md). Like every draft it is only a proposal.
+what it brings is measured in docs/training.md). Like every draft, a copy is only a proposal.
 """
 
 from __future__ import annotations
@@ -49,3 +49,25 @@ def look_up(text: array[int], anchor: int, count: int, least: int) -> Drafts | N
         source.append(source[len(source) - period])
     seen = range(matched, matched + count)
     return Drafts(source, [(n + 1) / (n + 2) for n in seen], copied=True)
+
+
+def continued(text: array[int], anchor: int, drafts: Drafts, least: int) -> Drafts:
+    """The drafter's own drafts up to where they lead into what was said before, then a copy of it.
+
+    A drafter is at its best in the first slots: where it finds the way into a repetition, what
+    followed there is right more often than its later slots.
+
+    Args:
+        drafts: of the drafter, for the positions after the anchor.
+    """
+    grown = text[:]
+    grown.append(anchor)
+    for kept, token in enumerate(drafts.token_ids[:-1], 1):
+        copy = look_up(grown, token, len(drafts.token_ids) - kept, least)
+        if copy is not None:
+            return Drafts(
+                drafts.token_ids[:kept] + copy.token_ids,
+                drafts.confidence[:kept] + copy.confidence,
+            )
+        grown.append(token)
+    return drafts

@@ -49,8 +49,8 @@ class DraftSettings(ServiceSettings):
     # `auto`: draft only from the tokens of the shortlist beside the checkpoint, if there is one.
     vocabulary: Literal["auto", "full"] = "auto"
     # Where so many of the last tokens came before, what followed them is proposed again, without a
-    # pass of the drafter; 0: never.
-    lookup: int = Field(default=4, ge=0, le=16)
+    # pass of the drafter, or after the drafts that led there; 0: never.
+    lookup: int = Field(default=3, ge=0, le=16)
     # Anchor + draft tokens of one proposal.
     max_block_length: int = Field(default=32, ge=2, le=256)
     # How long a session lives without a message from its gateway.

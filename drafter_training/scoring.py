@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from draft_service.checkpoint import load_drafter
-from draft_service.lookup import look_up
+from draft_service.lookup import continued, look_up
 from draft_service.shortlist import read_shortlist
+from draft_service.work import Drafts
 from drafter_training.acceptance import agreed, every_draft, walk
 from drafter_training.blocks import BlockRule
 from drafter_training.dataset import Batch
@@ -79,7 +80,7 @@ def score_answers(
         batch = batch_of([sequence], rows, config.hidden_size)
         blocks, drafts = every_draft(network, batch, head, rule, shortlist)
         counts = agreed(drafts[..., :slots], blocks.labels[..., :slots])[0].tolist()
-        copied = with_copies(counts, sequence, slots, lookup)
+        copied = with_copies(counts, drafts[0, :, :slots].tolist(), sequence, lookup)
         results.append(
             Scored(*(_rounds(accepted, sequence.answer_tokens) for accepted in (copied, counts)))
         )
@@ -90,22 +91,27 @@ def _rounds(accepted: list[int], answer_tokens: int) -> list[int]:
     return [committed for _, committed in walk(accepted, answer_tokens)]
 
 
-def with_copies(counts: list[int], sequence: Sequence, slots: int, lookup: int) -> list[int]:
+def with_copies(
+    counts: list[int], drafts: list[list[int]], sequence: Sequence, lookup: int
+) -> list[int]:
     """Right drafts of the block at each offset, where the text's own repetition goes first.
 
     Args:
         counts: of the drafter, from the answer's first token on; those past its end, where a batch
             has longer ones, are left out.
-        slots: of a block. lookup: tokens that must repeat; 0: none.
+        drafts: the drafter's, of as many blocks.
+        lookup: tokens that must repeat, as the draft service is told; 0: none.
     """
     if not lookup:
         return counts
-    text, result = sequence.token_ids, []
-    for offset, count in enumerate(counts[: sequence.answer_tokens]):
-        anchor = sequence.prompt_length + offset
-        copied = look_up(array("q", text[:anchor]), text[anchor], slots, lookup)
-        if copied is not None:
-            pairs = zip(copied.token_ids, text[anchor + 1 :], strict=False)
-            count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        result.append(count)
+    text, result = array("q", sequence.token_ids), []
+    for offset, block in enumerate(drafts[: sequence.answer_tokens]):
+        place = sequence.prompt_length + offset
+        before, anchor = text[:place], text[place]
+        mine = Drafts(block, [0.0] * len(block))
+        proposed = look_up(before, anchor, len(block), lookup)
+        if proposed is None:
+            proposed = continued(before, anchor, mine, lookup)
+        pairs = zip(proposed.token_ids, text[place + 1 :], strict=False)
+        result.append(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
     return result

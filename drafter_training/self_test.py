@@ -14,7 +14,7 @@ from drafter_training.shards import Sequence
 from drafter_training.trainer import Trainer
 
 _LOOKED_AT = 32
-_REPEATED = 4
+_REPEATED = 3
 
 
 def write_self_test(drafter: Path, trainer: Trainer, dataset: ShardDataset) -> None:

@@ -94,9 +94,9 @@ class Study:
         for batch, part in zip(self._batches(0.0), self._parts(0.0), strict=True):
             blocks, drafts = every_draft(self._network, batch, self._head, self._rule)
             counts = agreed(drafts, blocks.labels).tolist()
-            for accepted, sequence in zip(counts, part, strict=True):
+            for accepted, own, sequence in zip(counts, drafts.tolist(), part, strict=True):
                 for least in leasts:
-                    right = with_copies(accepted, sequence, self._rule.length - 1, least)
+                    right = with_copies(accepted, own, sequence, least)
                     rounds = [n for _, n in walk(right, sequence.answer_tokens)]
                     taus[least] = taus[least] + Tau(sum(rounds), len(rounds))
         return {str(least): tau.value for least, tau in taus.items()}

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draft_service.lookup import LONGEST_MATCH, look_up
-from draft_service.work import IngestWork, ProposeWork
+from draft_service.lookup import LONGEST_MATCH, continued, look_up
+from draft_service.work import Drafts, IngestWork, ProposeWork
 from tests.support.tiny import tiny_drafter, tiny_target
 from tests.unit.drafting import DraftingEngine, engine_of, features_for
 
@@ -82,6 +82,25 @@ def test_it_is_the_plain_search(text: list[int], count: int, least: int) -> None
     assert copied(text, count, least) == expected
 
 
+def drafted(*token_ids: int) -> Drafts:
+    return Drafts(list(token_ids), [0.5] * len(token_ids))
+
+
+def test_drafts_that_lead_into_what_was_said_are_continued_by_it() -> None:
+    text = array("q", [1, 2, 3, 4, 5, 6, 9])
+    found = continued(text, 1, drafted(2, 3, 8, 8, 8), 3)
+    assert found.token_ids == [2, 3, 4, 5, 6]
+    assert found.confidence == [0.5, 0.5, 4 / 5, 5 / 6, 6 / 7]
+    assert not found.copied, "a pass was made for it"
+    assert text == array("q", [1, 2, 3, 4, 5, 6, 9])
+
+
+def test_drafts_that_lead_nowhere_stay() -> None:
+    text = array("q", [1, 2, 3, 4, 5])
+    for own in (drafted(9, 3, 4), drafted(2), drafted(7, 8, 1)):
+        assert continued(text, 1, own, 3) == own
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("lookup")
@@ -116,7 +135,9 @@ def test_an_engine_copies_where_the_text_repeats_and_drafts_elsewhere(
     assert [drafts.copied for drafts in with_lookup if drafts] == [True, False, True]
     assert with_lookup[0] is not None
     assert with_lookup[0].token_ids == [5, 6, 7, 8]
-    assert with_lookup[1] == without[1]
+    assert with_lookup[1] is not None
+    assert without[1] is not None
+    assert with_lookup[1] == continued(array("q", texts[1][:-1]), texts[1][-1], without[1], 3)
     assert not any(drafts.copied for drafts in without if drafts)
 
 

@@ -179,4 +179,4 @@ def test_rounds_with_copies_are_told_beside_the_drafters_own(tmp_path: Path) -> 
 def test_copies_are_looked_for_up_to_the_end_of_an_answer() -> None:
     """Counts of a batch go on to the end of its longest."""
     answer = Sequence([5, 6, *[40, 41] * 4], 2, greedy=True)
-    assert with_copies([0] * 20, answer, 3, 2) == [0, 0, 0, 3, 3, 2, 1, 0]
+    assert with_copies([0] * 20, [[300] * 3] * 20, answer, 2) == [0, 0, 0, 3, 3, 2, 1, 0]
