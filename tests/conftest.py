@@ -46,11 +46,15 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pair(tiny_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """One stack for all tests that leave it as they found it."""
+    """One stack for all tests that leave it as they found it.
+
+    Only its drafter drafts: copies of the text would hide how that does.
+    """
     running = Pair(
         tiny_models / "target",
         tiny_models / "drafter",
         tmp_path_factory.mktemp("traces"),
+        FLASHDUET_DRAFT_LOOKUP="0",
         **PATIENCE,
     )
     yield running
@@ -59,7 +63,7 @@ def pair(tiny_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="session")
 def other_pair(tiny_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """The same target with another drafter."""
+    """The same target with another drafter, and with copies of the text."""
     running = Pair(
         tiny_models / "target",
         tiny_models / "other",

@@ -23,7 +23,8 @@ def family_pair(
 ) -> Iterator[Pair]:
     root: Path = tmp_path_factory.mktemp(request.param)
     target = tiny_target(root / "target", request.param)
-    running = Pair(target, tiny_drafter(root / "drafter", target), root / "traces", **PATIENCE)
+    drafter = tiny_drafter(root / "drafter", target)
+    running = Pair(target, drafter, root / "traces", FLASHDUET_DRAFT_LOOKUP="0", **PATIENCE)
     yield running
     running.stop()
 

@@ -45,11 +45,12 @@ def test_output_does_not_depend_on_drafting(pair, name, prompt):
     assert auto.token_ids == plain.token_ids
 
 
-def test_output_does_not_depend_on_the_drafter(pair, other_pair):
+def test_output_depends_on_neither_the_drafter_nor_copies(pair, other_pair):
     for sampling in SAMPLINGS.values():
-        first = answer(pair, PROMPTS[0], sampling, speculation="fixed", block_length=8)
-        second = answer(other_pair, PROMPTS[0], sampling, speculation="fixed", block_length=8)
-        assert first.token_ids == second.token_ids
+        for prompt in PROMPTS[::2]:
+            first = answer(pair, prompt, sampling, speculation="fixed", block_length=8)
+            second = answer(other_pair, prompt, sampling, speculation="fixed", block_length=8)
+            assert first.token_ids == second.token_ids
 
 
 def test_blocks_are_accepted_in_part(pair):
