@@ -94,6 +94,8 @@ def settings_for(tmp_path: Path, **changes: object) -> DraftSettings:
         "device": "cpu",
         "threads": 1,
         "shutdown_grace_s": 0.2,
+        # What the network drafts is what most tests compare with.
+        "lookup": 0,
     }
     return DraftSettings.load(**{**fields, **changes})
 

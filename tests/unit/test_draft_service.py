@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
 import torch
 
 from flashduet.sampling.params import Sampling
@@ -79,6 +80,21 @@ async def test_a_proposal_waits_for_its_context_and_holds_up_nobody(running: Run
     assert (answer.session_id, answer.proposal.round) == (early, 3)
     assert list(answer.proposal.token_ids) == running.drafts(features, 5, 8)
     assert answer.proposal.timings.context_wait_us > 50_000
+
+
+@pytest.mark.parametrize("running", [{"lookup": 3}], indirect=True)
+async def test_what_followed_the_last_tokens_is_proposed_and_told_as_a_copy(
+    running: Running,
+) -> None:
+    target, gateway, session = await running.target(), running.gateway(), new_id()
+    await gateway.open(session, target)
+    text = [11, 12, 13, 14, 15, 11, 12]
+    await target.chunk(session, 0, running.features(7), token_ids=text)
+    copied = (await gateway.propose(session, 8, anchor=13, block_length=4)).proposal
+    assert list(copied.token_ids) == [14, 15, 11]
+    assert copied.copied
+    drafted = (await gateway.propose(session, 8, anchor=99, block_length=4)).proposal
+    assert not drafted.copied
 
 
 async def test_a_proposal_whose_context_does_not_come_is_refused(running: Running) -> None:
