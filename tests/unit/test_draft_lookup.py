@@ -141,6 +141,20 @@ def test_an_engine_copies_where_the_text_repeats_and_drafts_elsewhere(
     assert not any(drafts.copied for drafts in without if drafts)
 
 
+def test_an_engine_goes_on_with_a_copy_where_its_drafts_lead(folders: tuple[Path, Path]) -> None:
+    looking, plain = engines(folders)
+    # Drafts hang on features and anchor, not on the ids before it: any text shows the first.
+    drafted_alone = plain.step([], fed(plain, [[20, 21, 22, 23, 24, 25, 26, 9, 12]])).drafts[0]
+    assert drafted_alone is not None
+    first = drafted_alone.token_ids[0]
+    text = [9, 12, first, 301, 302, 303, 26, 9, 12]
+    found = looking.step([], fed(looking, [text])).drafts[0]
+    assert found is not None
+    assert found.token_ids == [first, 301, 302, 303]
+    assert found.confidence[0] == pytest.approx(drafted_alone.confidence[0])
+    assert not found.copied
+
+
 def test_a_step_of_copies_alone_runs_no_pass(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from draft_service.native_walk import load_walk
 from draft_service.selector import CandidateSelector
 from draft_service.work import ProposeWork
 from flashduet.sampling.params import Sampling
+from target_service.compiled.package import compiler
 
 VOCABULARY, HIDDEN, RANK = 700, 6, 6
 
@@ -29,8 +30,10 @@ def selector_of(top_k: int, seed: int) -> CandidateSelector:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    if load_walk(selector_of(4, 0).bfloat16(), None, 4) is None:
+    if compiler() is None:
         pytest.skip("no C++ compiler here")
+    # Where there is one, machine code that does not compile or walks elsewhere is a failure.
+    assert load_walk(selector_of(4, 0).bfloat16(), None, 4) is not None
 
 
 @settings(max_examples=60)
