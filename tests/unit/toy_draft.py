@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc.aio
 
@@ -68,7 +68,11 @@ class ToyDraft(DraftServiceServicer):
 
         async def write(response: draft_pb2.ProposeResponse) -> None:
             async with writing:
-                await context.write(response)
+                try:
+                    await context.write(response)
+                except Exception:
+                    if not context.done():
+                        raise
 
         self.streams += 1
         try:
@@ -85,6 +89,7 @@ class ToyDraft(DraftServiceServicer):
                     task = asyncio.create_task(self._answer(request, write))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
+                    task.add_done_callback(self._blame)
                 elif kind == "heartbeat":
                     self.heartbeats += 1
                 elif kind == "cancel":
@@ -122,10 +127,15 @@ class ToyDraft(DraftServiceServicer):
     async def _answer(self, request: draft_pb2.ProposeRequest, write: Write) -> None:
         block = request.block
         self.blocks.append(block)
-        session = self.target.sessions[request.session_id]
-        assert block.committed_length == len(session.ids)
-        assert block.anchor_token_id == session.ids[-1]
-        drafts = self.target.expect(session, block.block_length - 1)
+        assert request.session_id in self.sessions, "a block is asked for by who has opened"
+        session = self.target.sessions.get(request.session_id)
+        if session is None:
+            # The target was told first that the request has ended; nobody waits for this.
+            return
+        # Who did not wait for this block may have committed more since.
+        ids = session.ids[: block.committed_length]
+        assert (len(ids), ids[-1]) == (block.committed_length, block.anchor_token_id)
+        drafts = self.target.expect(replace(session, ids=ids), block.block_length - 1)
         for index in range(len(drafts)):
             if (block.committed_length + index) % self.wrong_every == 0:
                 drafts[index] = (drafts[index] + 1) % VOCAB_SIZE
@@ -146,6 +156,10 @@ class ToyDraft(DraftServiceServicer):
             copied=self.copies,
         )
         await write(_to(request, proposal=proposal))
+
+    def _blame(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self.target.mistakes.append(error)
 
     async def GetModelInfo(
         self, request: object, context: object

@@ -187,6 +187,8 @@ async def toy_stack(
         await asyncio.gather(watching, return_exceptions=True)
         await stack.draft_server.stop(0)
         await target_server.stop(0)
+    if target.mistakes:
+        raise ExceptionGroup("the toy pair was used against its protocol", target.mistakes)
 
 
 def ask(

@@ -50,6 +50,8 @@ class ToyTarget(TargetServiceServicer):
     openings: list[target_pb2.DecodeOpen] = field(default_factory=list)
     traceparents: list[str] = field(default_factory=list)
     verified_lengths: list[int] = field(default_factory=list)
+    # What went wrong here or in a toy draft, not by command; the stack raises it at its end.
+    mistakes: list[Exception] = field(default_factory=list)
     # Messages that asked for rounds; a target of an earlier release gives all steps together.
     verifies: list[target_pb2.DecodeVerify] = field(default_factory=list)
     knows_one_by_one: bool = True
@@ -89,6 +91,9 @@ class ToyTarget(TargetServiceServicer):
                 else:
                     self.sessions.pop(session_id, None)
                     yield target_pb2.DecodeResponse(closed=target_pb2.DecodeClosed())
+        except (AssertionError, KeyError) as mistake:
+            self.mistakes.append(mistake)
+            raise
         finally:
             self.sessions.pop(session_id, None)
 
