@@ -81,7 +81,7 @@ class Engine:
         ready = [work for work in proposals if work.context.length == work.anchor_position]
         by_work: dict[int, Drafts | None] = {id(work): self._copied(work) for work in ready}
         fresh = [work for work in ready if by_work[id(work)] is None]
-        forwarded_ns = sampled_ns = time.time_ns()
+        forwarded_ns, sampled_ns = ingested_ns, time.time_ns()
         if fresh:
             hidden, logits = self._forward(fresh)
             self._synchronize()
@@ -96,13 +96,13 @@ class Engine:
         )
 
     def _copied(self, work: ProposeWork) -> Drafts | None:
-        if not self._lookup:
+        if not self._lookup or work.drafter_only:
             return None
         text, count = work.context.token_ids, work.block_length - 1
         return look_up(text, work.anchor_token_id, count, self._lookup)
 
     def _continued(self, work: ProposeWork, drafts: Drafts | None) -> Drafts | None:
-        if drafts is None or not self._lookup:
+        if drafts is None or not self._lookup or work.drafter_only:
             return drafts
         return continued(work.context.token_ids, work.anchor_token_id, drafts, self._lookup)
 

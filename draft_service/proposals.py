@@ -66,6 +66,7 @@ class Proposals:
             session.terms.sampling,
             session.terms.choice,
             self._contexts.blocks_for(context, request.block_length),
+            session.terms.drafter_only,
         )
         proposing.ticket = self._scheduler.propose(
             work, lambda outcome: self._answer(session, proposing, outcome)

@@ -38,6 +38,7 @@ class SessionTerms:
         target_instance_id: the only target whose chunks are taken.
         prompt_length: tokens.
         cache_salt: rows are shared only with sessions of the same salt.
+        drafter_only: nothing is copied from the text.
     """
 
     choice: int
@@ -45,6 +46,7 @@ class SessionTerms:
     sampling: Sampling
     prompt_length: int
     cache_salt: str = ""
+    drafter_only: bool = False
 
 
 @dataclass(eq=False, slots=True)

@@ -50,6 +50,7 @@ def session_terms(message: draft_pb2.ProposeOpen) -> SessionTerms:
         sampling,
         message.prompt_length,
         message.cache_salt,
+        message.drafter_only,
     )
 
 

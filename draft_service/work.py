@@ -62,6 +62,7 @@ class ProposeWork:
         anchor_position: absolute; the context must have exactly this many rows.
         block_length: anchor + draft tokens, at least 2.
         block_ids: of the context.
+        drafter_only: copy nothing from the text.
     """
 
     context: Context
@@ -71,6 +72,7 @@ class ProposeWork:
     sampling: Sampling
     choice: int
     block_ids: Sequence[int]
+    drafter_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,11 +208,11 @@ def _speculation(message: pb.GenerateRequest, served: ServedModel, limits: Limit
         raise InvalidRequest("speculation.mode", asked.mode, "must be AUTO, FIXED or OFF")
     mode = modes[asked.mode]
     if not asked.HasField("block_length"):
-        return Speculation(mode, limits.speculation.block_length)
+        return Speculation(mode, limits.speculation.block_length, asked.drafter_only)
     if not 1 <= asked.block_length <= served.max_block_length:
         raise InvalidRequest(
             "speculation.block_length",
             asked.block_length,
             f"must be from 1 (plain steps) to {served.max_block_length}",
         )
-    return Speculation(mode, asked.block_length)
+    return Speculation(mode, asked.block_length, asked.drafter_only)

@@ -55,6 +55,7 @@ class DraftReplica:
             prompt_length=len(request.prompt_ids),
             token_ids=request.prompt_ids,
             cache_salt=request.cache_salt,
+            drafter_only=request.speculation.drafter_only,
         )
         return DraftSession(self._link, session_id, opening)
 

@@ -20,11 +20,13 @@ class SpeculationMode(Enum):
 class Speculation:
     """How a request is drafted; `block_length` counts the anchor and the draft tokens.
 
-    FIXED drafts blocks of `block_length`, AUTO at most so long; None is the drafter's own.
+    FIXED drafts blocks of `block_length`, AUTO at most so long; None is the drafter's own. With
+    `drafter_only` nothing is copied from the text.
     """
 
     mode: SpeculationMode
     block_length: int | None = None
+    drafter_only: bool = False
 
 
 class Priority(Enum):

@@ -96,7 +96,9 @@ class SelfTests:
             ignore_eos=True,
             priority=PRIORITY_BATCH,
             speculation=pb.Speculation(
-                mode=pb.SPECULATION_MODE_FIXED, block_length=test.block_length
+                mode=pb.SPECULATION_MODE_FIXED,
+                block_length=test.block_length,
+                drafter_only=True,
             ),
         )
         # Pairs that are gone do not come back under the same id.

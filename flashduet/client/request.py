@@ -74,6 +74,8 @@ class GenerateOptions(TypedDict, total=False):
     speculation: SpeculationMode | None
     # Anchor and draft tokens; without one, "fixed" takes what the drafter was trained for.
     block_length: int | None
+    # Nothing is copied from the text, so that the drafter alone is measured.
+    drafter_only: bool
     model: str | None
     # A string prompt is taken as it is, without the chat template.
     raw: bool
@@ -198,8 +200,10 @@ def _speculation(options: GenerateOptions) -> gateway_pb2.Speculation:
     mode, block_length = options.get("speculation"), options.get("block_length")
     if mode is None and block_length is not None:
         mode = "fixed"
-    if mode is None:
-        return gateway_pb2.Speculation()
-    if mode not in _MODES:
+    if mode is not None and mode not in _MODES:
         raise TypeError(f"speculation: one of {', '.join(_MODES)}, not {mode!r}")
-    return gateway_pb2.Speculation(mode=_MODES[mode], block_length=block_length)
+    return gateway_pb2.Speculation(
+        mode=None if mode is None else _MODES[mode],
+        block_length=block_length,
+        drafter_only=options.get("drafter_only", False),
+    )

@@ -81,20 +81,22 @@ class ProposeRequest(_message.Message):
     def __init__(self, traceparent: _Optional[str] = ..., session_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., open: _Optional[_Union[ProposeOpen, _Mapping]] = ..., block: _Optional[_Union[ProposeBlock, _Mapping]] = ..., rewind: _Optional[_Union[ProposeRewind, _Mapping]] = ..., cancel: _Optional[_Union[ProposeCancel, _Mapping]] = ..., heartbeat: _Optional[_Union[ProposeHeartbeat, _Mapping]] = ..., close: _Optional[_Union[ProposeClose, _Mapping]] = ...) -> None: ...
 
 class ProposeOpen(_message.Message):
-    __slots__ = ("choice", "target_instance_id", "sampling", "prompt_length", "token_ids", "cache_salt")
+    __slots__ = ("choice", "target_instance_id", "sampling", "prompt_length", "token_ids", "cache_salt", "drafter_only")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     TARGET_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_ONLY_FIELD_NUMBER: _ClassVar[int]
     choice: int
     target_instance_id: bytes
     sampling: _common_pb2.SamplingParams
     prompt_length: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: str
-    def __init__(self, choice: _Optional[int] = ..., target_instance_id: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., prompt_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    drafter_only: bool
+    def __init__(self, choice: _Optional[int] = ..., target_instance_id: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., prompt_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., drafter_only: _Optional[bool] = ...) -> None: ...
 
 class ProposeBlock(_message.Message):
     __slots__ = ("round", "committed_length", "anchor_token_id", "block_length", "budget_us")

@@ -26,17 +26,17 @@ from flashduet.v1 import common_pb2 as flashduet_dot_v1_dot_common__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66lashduet/v1/gateway.proto\x12\x0c\x66lashduet.v1\x1a\x19\x66lashduet/v1/common.proto\x1a\x1cgoogle/protobuf/struct.proto\"\xba\x04\n\x0fGenerateRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x1a.flashduet.v1.ChatMessagesH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.flashduet.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.flashduet.v1.SamplingParams\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12.\n\x0bspeculation\x18\n \x01(\x0b\x32\x19.flashduet.v1.Speculation\x12\x17\n\nrequest_id\x18\x0b \x01(\tH\x03\x88\x01\x01\x12\x1e\n\x16include_special_tokens\x18\x0c \x01(\x08\x12\x0e\n\x01n\x18\r \x01(\rH\x04\x88\x01\x01\x12\x19\n\x0ctop_logprobs\x18\x0e \x01(\rH\x05\x88\x01\x01\x12(\n\x08priority\x18\x0f \x01(\x0e\x32\x16.flashduet.v1.Priority\x12\x12\n\ncache_salt\x18\x10 \x01(\t\x12\x0c\n\x04\x65\x63ho\x18\x11 \x01(\x08\x42\x08\n\x06promptB\x08\n\x06_modelB\r\n\x0b_max_tokensB\r\n\x0b_request_idB\x04\n\x02_nB\x0f\n\r_top_logprobs\"m\n\x0c\x43hatMessages\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.flashduet.v1.ChatMessage\x12\x30\n\x0ftemplate_kwargs\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"f\n\x0bSpeculation\x12+\n\x04mode\x18\x01 \x01(\x0e\x32\x1d.flashduet.v1.SpeculationMode\x12\x19\n\x0c\x62lock_length\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_block_length\"\xe5\x01\n\x10GenerateResponse\x12\x30\n\x07started\x18\x01 \x01(\x0b\x32\x1d.flashduet.v1.GenerateStartedH\x00\x12,\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1b.flashduet.v1.GenerateChunkH\x00\x12\x32\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x1e.flashduet.v1.GenerateCompleteH\x00\x12\x32\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1e.flashduet.v1.GenerateFinishedH\x00\x42\t\n\x07message\"k\n\x0fGenerateStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x10\n\x08trace_id\x18\x04 \x01(\t\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"r\n\rGenerateChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x30\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1e.flashduet.v1.PositionLogprobs\"\xc8\x01\n\x10GenerateFinished\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x31\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1a.flashduet.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\rB\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\"\xf6\x01\n\x10GenerateComplete\x12\x31\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1a.flashduet.v1.FinishReason\x12\"\n\x05usage\x18\x02 \x01(\x0b\x32\x13.flashduet.v1.Usage\x12\x33\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1e.flashduet.v1.SpeculationStats\x12\x18\n\x0bstop_string\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xe7\x01\n\x10SpeculationStats\x12\x0e\n\x06rounds\x18\x01 \x01(\r\x12\x16\n\x0e\x64rafted_rounds\x18\x02 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x05 \x01(\x01\x12*\n\x06phases\x18\x06 \x03(\x0b\x32\x1a.flashduet.v1.PhaseSeconds\x12\x33\n\x10undrafted_rounds\x18\x07 \x03(\x0b\x32\x19.flashduet.v1.ReasonCount\".\n\x0cPhaseSeconds\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\x13\n\x11ListModelsRequest\"?\n\x12ListModelsResponse\x12)\n\x06models\x18\x01 \x03(\x0b\x32\x19.flashduet.v1.ServedModel\"}\n\x0bServedModel\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_window\x18\x02 \x01(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x0f\n\x07\x64rafter\x18\x04 \x01(\t\x12\x14\n\x0c\x62lock_length\x18\x05 \x01(\r\x12\x0f\n\x07\x63reated\x18\x06 \x01(\x03\"\x1e\n\x1cGatewayServiceGetLoadRequest\"\xb8\x01\n\x1dGatewayServiceGetLoadResponse\x12\x17\n\x0f\x61\x63tive_requests\x18\x01 \x01(\r\x12\x14\n\x0cmax_requests\x18\x02 \x01(\r\x12\x1a\n\x12\x63ompleted_requests\x18\x03 \x01(\x04\x12\x17\n\x0f\x66\x61iled_requests\x18\x04 \x01(\x04\x12\x1a\n\x12\x63\x61ncelled_requests\x18\x05 \x01(\x04\x12\x17\n\x0f\x64raft_available\x18\x06 \x01(\x08*\x84\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15SPECULATION_MODE_AUTO\x10\x01\x12\x1a\n\x16SPECULATION_MODE_FIXED\x10\x02\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x92\x02\n\x0eGatewayService\x12K\n\x08Generate\x12\x1d.flashduet.v1.GenerateRequest\x1a\x1e.flashduet.v1.GenerateResponse0\x01\x12O\n\nListModels\x12\x1f.flashduet.v1.ListModelsRequest\x1a .flashduet.v1.ListModelsResponse\x12\x62\n\x07GetLoad\x12*.flashduet.v1.GatewayServiceGetLoadRequest\x1a+.flashduet.v1.GatewayServiceGetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66lashduet/v1/gateway.proto\x12\x0c\x66lashduet.v1\x1a\x19\x66lashduet/v1/common.proto\x1a\x1cgoogle/protobuf/struct.proto\"\xba\x04\n\x0fGenerateRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x1a.flashduet.v1.ChatMessagesH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.flashduet.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.flashduet.v1.SamplingParams\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12.\n\x0bspeculation\x18\n \x01(\x0b\x32\x19.flashduet.v1.Speculation\x12\x17\n\nrequest_id\x18\x0b \x01(\tH\x03\x88\x01\x01\x12\x1e\n\x16include_special_tokens\x18\x0c \x01(\x08\x12\x0e\n\x01n\x18\r \x01(\rH\x04\x88\x01\x01\x12\x19\n\x0ctop_logprobs\x18\x0e \x01(\rH\x05\x88\x01\x01\x12(\n\x08priority\x18\x0f \x01(\x0e\x32\x16.flashduet.v1.Priority\x12\x12\n\ncache_salt\x18\x10 \x01(\t\x12\x0c\n\x04\x65\x63ho\x18\x11 \x01(\x08\x42\x08\n\x06promptB\x08\n\x06_modelB\r\n\x0b_max_tokensB\r\n\x0b_request_idB\x04\n\x02_nB\x0f\n\r_top_logprobs\"m\n\x0c\x43hatMessages\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.flashduet.v1.ChatMessage\x12\x30\n\x0ftemplate_kwargs\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"|\n\x0bSpeculation\x12+\n\x04mode\x18\x01 \x01(\x0e\x32\x1d.flashduet.v1.SpeculationMode\x12\x19\n\x0c\x62lock_length\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0c\x64rafter_only\x18\x03 \x01(\x08\x42\x0f\n\r_block_length\"\xe5\x01\n\x10GenerateResponse\x12\x30\n\x07started\x18\x01 \x01(\x0b\x32\x1d.flashduet.v1.GenerateStartedH\x00\x12,\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1b.flashduet.v1.GenerateChunkH\x00\x12\x32\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x1e.flashduet.v1.GenerateCompleteH\x00\x12\x32\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1e.flashduet.v1.GenerateFinishedH\x00\x42\t\n\x07message\"k\n\x0fGenerateStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x10\n\x08trace_id\x18\x04 \x01(\t\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"r\n\rGenerateChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x30\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1e.flashduet.v1.PositionLogprobs\"\xc8\x01\n\x10GenerateFinished\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x31\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1a.flashduet.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\rB\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\"\xf6\x01\n\x10GenerateComplete\x12\x31\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1a.flashduet.v1.FinishReason\x12\"\n\x05usage\x18\x02 \x01(\x0b\x32\x13.flashduet.v1.Usage\x12\x33\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1e.flashduet.v1.SpeculationStats\x12\x18\n\x0bstop_string\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xe7\x01\n\x10SpeculationStats\x12\x0e\n\x06rounds\x18\x01 \x01(\r\x12\x16\n\x0e\x64rafted_rounds\x18\x02 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x05 \x01(\x01\x12*\n\x06phases\x18\x06 \x03(\x0b\x32\x1a.flashduet.v1.PhaseSeconds\x12\x33\n\x10undrafted_rounds\x18\x07 \x03(\x0b\x32\x19.flashduet.v1.ReasonCount\".\n\x0cPhaseSeconds\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\x13\n\x11ListModelsRequest\"?\n\x12ListModelsResponse\x12)\n\x06models\x18\x01 \x03(\x0b\x32\x19.flashduet.v1.ServedModel\"}\n\x0bServedModel\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_window\x18\x02 \x01(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x0f\n\x07\x64rafter\x18\x04 \x01(\t\x12\x14\n\x0c\x62lock_length\x18\x05 \x01(\r\x12\x0f\n\x07\x63reated\x18\x06 \x01(\x03\"\x1e\n\x1cGatewayServiceGetLoadRequest\"\xb8\x01\n\x1dGatewayServiceGetLoadResponse\x12\x17\n\x0f\x61\x63tive_requests\x18\x01 \x01(\r\x12\x14\n\x0cmax_requests\x18\x02 \x01(\r\x12\x1a\n\x12\x63ompleted_requests\x18\x03 \x01(\x04\x12\x17\n\x0f\x66\x61iled_requests\x18\x04 \x01(\x04\x12\x1a\n\x12\x63\x61ncelled_requests\x18\x05 \x01(\x04\x12\x17\n\x0f\x64raft_available\x18\x06 \x01(\x08*\x84\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15SPECULATION_MODE_AUTO\x10\x01\x12\x1a\n\x16SPECULATION_MODE_FIXED\x10\x02\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x92\x02\n\x0eGatewayService\x12K\n\x08Generate\x12\x1d.flashduet.v1.GenerateRequest\x1a\x1e.flashduet.v1.GenerateResponse0\x01\x12O\n\nListModels\x12\x1f.flashduet.v1.ListModelsRequest\x1a .flashduet.v1.ListModelsResponse\x12\x62\n\x07GetLoad\x12*.flashduet.v1.GatewayServiceGetLoadRequest\x1a+.flashduet.v1.GatewayServiceGetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flashduet.v1.gateway_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SPECULATIONMODE']._serialized_start=2666
-  _globals['_SPECULATIONMODE']._serialized_end=2798
-  _globals['_FINISHREASON']._serialized_start=2800
-  _globals['_FINISHREASON']._serialized_end=2895
+  _globals['_SPECULATIONMODE']._serialized_start=2688
+  _globals['_SPECULATIONMODE']._serialized_end=2820
+  _globals['_FINISHREASON']._serialized_start=2822
+  _globals['_FINISHREASON']._serialized_end=2917
   _globals['_GENERATEREQUEST']._serialized_start=102
   _globals['_GENERATEREQUEST']._serialized_end=672
   _globals['_CHATMESSAGES']._serialized_start=674
@@ -46,33 +46,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=831
   _globals['_TOKENIDS']._serialized_end=854
   _globals['_SPECULATION']._serialized_start=856
-  _globals['_SPECULATION']._serialized_end=958
-  _globals['_GENERATERESPONSE']._serialized_start=961
-  _globals['_GENERATERESPONSE']._serialized_end=1190
-  _globals['_GENERATESTARTED']._serialized_start=1192
-  _globals['_GENERATESTARTED']._serialized_end=1299
-  _globals['_GENERATECHUNK']._serialized_start=1301
-  _globals['_GENERATECHUNK']._serialized_end=1415
-  _globals['_GENERATEFINISHED']._serialized_start=1418
-  _globals['_GENERATEFINISHED']._serialized_end=1618
-  _globals['_GENERATECOMPLETE']._serialized_start=1621
-  _globals['_GENERATECOMPLETE']._serialized_end=1867
-  _globals['_USAGE']._serialized_start=1869
-  _globals['_USAGE']._serialized_end=1949
-  _globals['_SPECULATIONSTATS']._serialized_start=1952
-  _globals['_SPECULATIONSTATS']._serialized_end=2183
-  _globals['_PHASESECONDS']._serialized_start=2185
-  _globals['_PHASESECONDS']._serialized_end=2231
-  _globals['_LISTMODELSREQUEST']._serialized_start=2233
-  _globals['_LISTMODELSREQUEST']._serialized_end=2252
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2254
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2317
-  _globals['_SERVEDMODEL']._serialized_start=2319
-  _globals['_SERVEDMODEL']._serialized_end=2444
-  _globals['_GATEWAYSERVICEGETLOADREQUEST']._serialized_start=2446
-  _globals['_GATEWAYSERVICEGETLOADREQUEST']._serialized_end=2476
-  _globals['_GATEWAYSERVICEGETLOADRESPONSE']._serialized_start=2479
-  _globals['_GATEWAYSERVICEGETLOADRESPONSE']._serialized_end=2663
-  _globals['_GATEWAYSERVICE']._serialized_start=2898
-  _globals['_GATEWAYSERVICE']._serialized_end=3172
+  _globals['_SPECULATION']._serialized_end=980
+  _globals['_GENERATERESPONSE']._serialized_start=983
+  _globals['_GENERATERESPONSE']._serialized_end=1212
+  _globals['_GENERATESTARTED']._serialized_start=1214
+  _globals['_GENERATESTARTED']._serialized_end=1321
+  _globals['_GENERATECHUNK']._serialized_start=1323
+  _globals['_GENERATECHUNK']._serialized_end=1437
+  _globals['_GENERATEFINISHED']._serialized_start=1440
+  _globals['_GENERATEFINISHED']._serialized_end=1640
+  _globals['_GENERATECOMPLETE']._serialized_start=1643
+  _globals['_GENERATECOMPLETE']._serialized_end=1889
+  _globals['_USAGE']._serialized_start=1891
+  _globals['_USAGE']._serialized_end=1971
+  _globals['_SPECULATIONSTATS']._serialized_start=1974
+  _globals['_SPECULATIONSTATS']._serialized_end=2205
+  _globals['_PHASESECONDS']._serialized_start=2207
+  _globals['_PHASESECONDS']._serialized_end=2253
+  _globals['_LISTMODELSREQUEST']._serialized_start=2255
+  _globals['_LISTMODELSREQUEST']._serialized_end=2274
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2276
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2339
+  _globals['_SERVEDMODEL']._serialized_start=2341
+  _globals['_SERVEDMODEL']._serialized_end=2466
+  _globals['_GATEWAYSERVICEGETLOADREQUEST']._serialized_start=2468
+  _globals['_GATEWAYSERVICEGETLOADREQUEST']._serialized_end=2498
+  _globals['_GATEWAYSERVICEGETLOADRESPONSE']._serialized_start=2501
+  _globals['_GATEWAYSERVICEGETLOADRESPONSE']._serialized_end=2685
+  _globals['_GATEWAYSERVICE']._serialized_start=2920
+  _globals['_GATEWAYSERVICE']._serialized_end=3194
 # @@protoc_insertion_point(module_scope)

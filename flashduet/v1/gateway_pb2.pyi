@@ -90,12 +90,14 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("mode", "block_length")
+    __slots__ = ("mode", "block_length", "drafter_only")
     MODE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_ONLY_FIELD_NUMBER: _ClassVar[int]
     mode: SpeculationMode
     block_length: int
-    def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., block_length: _Optional[int] = ...) -> None: ...
+    drafter_only: bool
+    def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., block_length: _Optional[int] = ..., drafter_only: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "chunk", "complete", "finished")

@@ -73,6 +73,9 @@ class SpeculationOptions(Strict):
     block_length: Annotated[Integer, Field(ge=1, le=UINT32)] | None = Field(
         default=None, description="Anchor and draft tokens of a block."
     )
+    drafter_only: bool | None = Field(
+        default=None, description="Copy nothing from the text, to measure the drafter."
+    )
 
 
 class AnswerRequest(Strict):

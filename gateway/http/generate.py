@@ -52,6 +52,7 @@ def sampling_and_options(
             message.speculation.mode = _MODES[request.speculation.mode]
         if request.speculation.block_length is not None:
             message.speculation.block_length = request.speculation.block_length
+        message.speculation.drafter_only = bool(request.speculation.drafter_only)
 
 
 def _sampling(

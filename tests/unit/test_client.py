@@ -198,6 +198,8 @@ def test_speculation_modes():
     assert build_request("hi", {"block_length": 8}).speculation == pb.Speculation(
         mode=pb.SPECULATION_MODE_FIXED, block_length=8
     )
+    alone = build_request("hi", {"drafter_only": True}).speculation
+    assert alone == pb.Speculation(drafter_only=True)
     off = build_request("hi", {"speculation": "off"}).speculation
     assert off.mode == pb.SPECULATION_MODE_OFF
     assert not off.HasField("block_length")

@@ -155,6 +155,13 @@ def test_an_engine_goes_on_with_a_copy_where_its_drafts_lead(folders: tuple[Path
     assert not found.copied
 
 
+def test_who_asks_for_the_drafter_alone_gets_no_copy(folders: tuple[Path, Path]) -> None:
+    looking, plain = engines(folders)
+    texts = [[*ROUND, *ROUND], [9, 12, 301, 302, 303, 26, 9, 12], [30, 31, 32, 30, 31, 32]]
+    alone = [replace(work, drafter_only=True) for work in fed(looking, texts)]
+    assert looking.step([], alone).drafts == plain.step([], fed(plain, texts)).drafts
+
+
 def test_a_step_of_copies_alone_runs_no_pass(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +171,7 @@ def test_a_step_of_copies_alone_runs_no_pass(
     result = looking.step([], works)
     assert result.drafts[0] is not None
     times = result.times
-    assert times.start_ns <= times.ingested_ns <= times.forwarded_ns <= times.sampled_ns
+    assert times.start_ns <= times.ingested_ns == times.forwarded_ns < times.sampled_ns
 
 
 def test_a_rewound_context_forgets_what_it_had(folders: tuple[Path, Path]) -> None:

@@ -96,6 +96,13 @@ async def test_what_followed_the_last_tokens_is_proposed_and_told_as_a_copy(
     drafted = (await gateway.propose(session, 8, anchor=99, block_length=4)).proposal
     assert not drafted.copied
 
+    alone, features = new_id(), running.features(7)
+    await gateway.open(alone, target, drafter_only=True)
+    await target.chunk(alone, 0, features, token_ids=text)
+    drafted = (await gateway.propose(alone, 8, anchor=13, block_length=4)).proposal
+    assert not drafted.copied
+    assert list(drafted.token_ids) == running.drafts(features, 13, 4)
+
 
 async def test_a_proposal_whose_context_does_not_come_is_refused(running: Running) -> None:
     target, gateway, session = await running.target(), running.gateway(), new_id()

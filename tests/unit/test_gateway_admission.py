@@ -148,7 +148,7 @@ async def test_what_is_given_is_kept(tokenizer: Tokenizer) -> None:
         stop=["a", "b", "a"],
         stop_token_ids=[9],
         ignore_eos=True,
-        speculation={"mode": pb.SPECULATION_MODE_FIXED, "block_length": 4},
+        speculation={"mode": pb.SPECULATION_MODE_FIXED, "block_length": 4, "drafter_only": True},
     )
     message.n, message.top_logprobs, message.cache_salt = 3, 5, "tenant"
     message.priority = PRIORITY_BATCH
@@ -159,7 +159,7 @@ async def test_what_is_given_is_kept(tokenizer: Tokenizer) -> None:
     assert admitted.sampling.seed == 2**64 - 1
     assert admitted.stops == ("a", "b")
     assert admitted.stop_ids == {9}
-    assert admitted.speculation == Speculation(SpeculationMode.FIXED, 4)
+    assert admitted.speculation == Speculation(SpeculationMode.FIXED, 4, drafter_only=True)
 
 
 async def test_a_chat_template_gets_its_variables_with_whole_numbers(

@@ -81,6 +81,7 @@ REFUSED = [
     ({"stream": True, "stream_options": {"odd": 1}}, "stream_options.odd"),
     ({"speculation": {"mode": "wild"}}, "speculation.mode"),
     ({"speculation": {"block_length": 33}}, "speculation.block_length"),
+    ({"speculation": {"drafter_only": "yes"}}, "speculation.drafter_only"),
     ({"stop_token_ids": [999]}, "stop_token_ids"),
 ]
 

@@ -80,6 +80,12 @@ async def test_logprobs_of_a_chat(http: Http, stream: bool) -> None:
     ] == []
 
 
+@pytest.mark.parametrize("asked", [True, False, None])
+async def test_the_drafter_alone_may_be_asked_for(http: Http, asked: bool | None) -> None:
+    assert (await http.post(speculation={"drafter_only": asked})).is_success
+    assert http.stack.draft.openings[-1].drafter_only == bool(asked)
+
+
 async def test_an_answer_tells_how_it_came_about(http: Http) -> None:
     fields = {"temperature": 0, "speculation": {"mode": "fixed", "block_length": 4}, "seed": 3}
     body = (await http.post(**fields)).json()

@@ -61,6 +61,7 @@ async def test_a_pair_that_keeps_its_promise_is_tested_once(
         await asyncio.sleep(0.2)
         assert stack.draft.proposals == proposals
         assert stack.gateway.counts.completed == 0, "it is nobody's request"
+        assert stack.draft.openings[-1].drafter_only, "it is about the drafter, not the text"
     assert "expected 4.00" in caplog.text
     assert "is expected" not in caplog.text
 
