@@ -48,7 +48,7 @@ def look_up(text: array[int], anchor: int, count: int, least: int) -> Drafts | N
     while len(source) < count:
         source.append(source[len(source) - period])
     seen = range(matched, matched + count)
-    return Drafts(source, [(n + 1) / (n + 2) for n in seen], copied=True)
+    return Drafts(source, [(n + 1) / (n + 2) for n in seen], copied=count)
 
 
 def continued(text: array[int], anchor: int, drafts: Drafts, least: int) -> Drafts:
@@ -68,6 +68,7 @@ def continued(text: array[int], anchor: int, drafts: Drafts, least: int) -> Draf
             return Drafts(
                 drafts.token_ids[:kept] + copy.token_ids,
                 drafts.confidence[:kept] + copy.confidence,
+                copy.copied,
             )
         grown.append(token)
     return drafts

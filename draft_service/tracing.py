@@ -29,7 +29,5 @@ def record_phases(result: BlockDrafted, parent: Context | None) -> None:
     times = result.times
     telemetry.record_span("draft.queue", parent, result.arrived_ns, times.start_ns)
     telemetry.record_span("draft.forward", parent, times.start_ns, times.forwarded_ns)
-    source = "lookup" if result.drafts.copied else "drafter"
-    telemetry.record_span(
-        "draft.sample", parent, times.forwarded_ns, times.sampled_ns, {"source": source}
-    )
+    tokens = {"tokens": len(result.drafts.token_ids), "copied_tokens": result.drafts.copied}
+    telemetry.record_span("draft.sample", parent, times.forwarded_ns, times.sampled_ns, tokens)

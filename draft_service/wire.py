@@ -65,7 +65,7 @@ def proposal(round: int, drafted: BlockDrafted) -> draft_pb2.Proposal:
         round=round,
         token_ids=drafted.drafts.token_ids,
         confidence=drafted.drafts.confidence,
-        copied=drafted.drafts.copied,
+        copied_tokens=drafted.drafts.copied,
         timings=pb.PhaseTimings(
             context_wait_us=_us(drafted.arrived_ns, drafted.context_ns),
             queue_us=_us(drafted.context_ns, times.start_ns),

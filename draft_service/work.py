@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -81,12 +81,17 @@ class Drafts:
 
     Attributes:
         confidence: the drafter's probability of each, or what a copy is thought to be worth.
-        copied: from the text itself (`draft_service.lookup`), without a pass of the drafter.
+        copied: so many of them, the last ones, are from the text itself (`draft_service.lookup`).
     """
 
     token_ids: list[int]
     confidence: list[float]
-    copied: bool = False
+    copied: int = 0
+
+    @property
+    def without_pass(self) -> bool:
+        """The drafter had no part in them."""
+        return self.copied == len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,10 @@ class StepTimes:
     ingested_ns: int
     forwarded_ns: int
     sampled_ns: int
+
+    def since(self, earlier: StepTimes) -> StepTimes:
+        """Of a step that these times are the second part of."""
+        return replace(self, start_ns=earlier.start_ns, ingested_ns=earlier.ingested_ns)
 
 
 @dataclass(frozen=True, slots=True)

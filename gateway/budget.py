@@ -42,6 +42,8 @@ class LatencyBudget:
         self._misses = 0
         self._rest_s = _SHORTEST_REST_S
         self._rests_until = float("-inf")
+        # Whether that is the hold while one proposal tries, not a rest.
+        self._trying = False
         self.seconds = limits.ceiling_s
 
     @property
@@ -57,13 +59,22 @@ class LatencyBudget:
         """A proposal is asked for; after a rest, all others wait for how this one goes."""
         if self._misses >= _MISSES_BEFORE_REST:
             self._rests_until = self._clock() + self.seconds
+            self._trying = True
 
     def hit(self, latency_s: float) -> None:
         """An answer came within the budget."""
         self._misses = 0
         self._rests_until = float("-inf")
         self._rest_s = _SHORTEST_REST_S
+        self._trying = False
         self._record(latency_s)
+
+    def copied(self) -> None:
+        """An answer came within the budget and says nothing of what a pass takes: the next
+        proposal tries instead."""
+        if self._trying:
+            self._rests_until = float("-inf")
+            self._trying = False
 
     def late(self, latency_s: float) -> None:
         """An answer came after its budget; too late to use, not too late to learn from."""
@@ -75,6 +86,7 @@ class LatencyBudget:
         self._record(self.seconds * _MISS_GROWTH)
         if self._misses >= _MISSES_BEFORE_REST:
             self._rests_until = self._clock() + self._rest_s
+            self._trying = False
             self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S)
 
     def _record(self, latency_s: float) -> None:

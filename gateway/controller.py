@@ -157,14 +157,19 @@ class BlockController:
         self._pair.rounds_since_plain = 0
         self._pair.verify.observe(1, verify_s)
 
-    def observe(
-        self, length: int, drafted: int, accepted: int, propose_s: float, verify_s: float
-    ) -> None:
-        """A block of `length` gave `drafted` tokens, of which the target accepted `accepted`."""
+    def observe_draft(self, length: int, propose_s: float) -> None:
+        """A pass of the drafter over a block of `length` took so long."""
+        self._pair.draft.observe(length, propose_s)
+
+    def observe_verify(self, drafted: int, own: int, accepted: int, verify_s: float) -> None:
+        """Of `drafted` tokens the target accepted `accepted`.
+
+        What repeats itself is this session's affair: of the pair only the drafter's `own` tokens,
+        the first ones, tell anything.
+        """
         pair = self._pair
         pair.drafted_rounds += 1
         pair.rounds_since_plain += 1
-        pair.draft.observe(length, propose_s)
         pair.verify.observe(drafted + 1, verify_s)
         self._acceptance.observe(drafted, accepted)
-        pair.acceptance.observe(drafted, accepted)
+        pair.acceptance.observe(own, accepted)

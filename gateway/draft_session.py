@@ -44,9 +44,10 @@ class OpenedDraft:
 class Proposal:
     """Draft tokens for the positions after the anchor, or none and why.
 
-    `block_length` is what was asked for; `seconds` the time from asking to having it; `more_steps`
-    how many plain steps may follow the round at once, since none of them would be drafted either,
-    and `one_by_one` whether each of them shall be told as soon as it is made.
+    The last `copied_tokens` of them are copied from the text. `block_length` is what was asked for;
+    `seconds` the time from asking to having it; `more_steps` how many plain steps may follow the
+    round at once, since none of them would be drafted either, and `one_by_one` whether each of them
+    shall be told as soon as it is made.
     """
 
     token_ids: list[int]
@@ -54,6 +55,7 @@ class Proposal:
     block_length: int = 1
     seconds: float = 0.0
     timings: PhaseTimings | None = None
+    copied_tokens: int = 0
     more_steps: int = 0
     one_by_one: bool = False
 
@@ -136,15 +138,22 @@ class DraftSession:
         if answer.HasField("refused"):
             return Proposal([], self._refused(round_, answer.refused.reason))
         proposal = answer.proposal
-        # Copies are quick whatever a pass takes, for which the next proposal may have to wait.
-        if not proposal.copied:
+        if _is_copy(proposal):
+            budget.copied()
+        else:
             budget.hit(seconds)
         self._refusals = 0
         drafts = list(proposal.token_ids[: block_length - 1])
+        own = max(0, len(proposal.token_ids) - proposal.copied_tokens)
         if not self._link.valid(drafts):
             return Proposal([], "bad_proposal")
         return Proposal(
-            drafts, "" if drafts else "empty_proposal", block_length, seconds, proposal.timings
+            drafts,
+            "" if drafts else "empty_proposal",
+            block_length,
+            seconds,
+            proposal.timings,
+            max(0, len(drafts) - own),
         )
 
     def close(self) -> None:
@@ -170,7 +179,7 @@ class DraftSession:
         round_ = 0 if kind == "opened" else getattr(response, kind).round
         if round_ == self._round and self._answer is not None and not self._answer.done():
             self._answer.set_result(response)
-        elif kind == "proposal" and round_ == self._round and not response.proposal.copied:
+        elif kind == "proposal" and round_ == self._round and not _is_copy(response.proposal):
             self._link.budget.late(time.perf_counter() - self._asked_at)
 
     async def _ask(self, message: pb.ProposeRequest, budget_s: float) -> pb.ProposeResponse | None:
@@ -204,6 +213,11 @@ class DraftSession:
         message.session_id = self._id
         message.epoch = self._epoch
         return message
+
+
+def _is_copy(proposal: pb.Proposal) -> bool:
+    """No pass of the drafter made it."""
+    return 0 < len(proposal.token_ids) <= proposal.copied_tokens
 
 
 def _reason(reason: pb.RefusalReason) -> str:

@@ -66,6 +66,7 @@ class Drafter:
                 round=number,
                 base=answer.length - 1,
                 tokens=len(proposal.token_ids),
+                copied_tokens=proposal.copied_tokens,
                 undrafted=proposal.undrafted,
             )
         if proposal.timings is not None:
@@ -88,9 +89,10 @@ class Drafter:
             session.lose("context_lost")
         drafted = len(proposal.token_ids)
         if drafted:
-            controller.observe(
-                proposal.block_length, drafted, verified.accepted, proposal.seconds, verify_s
-            )
+            own = drafted - proposal.copied_tokens
+            controller.observe_verify(drafted, own, verified.accepted, verify_s)
+            if own:
+                controller.observe_draft(proposal.block_length, proposal.seconds)
         else:
             controller.observe_plain(verify_s / (1 + len(verified.more_token_ids)))
 

@@ -60,6 +60,10 @@ class GatewayMetrics:
         self._undrafted = counter("undrafted_rounds", "Rounds without a proposal.", "reason")
         self._drafted = counter("drafted_tokens", "Draft tokens that were verified.")
         self._accepted = counter("accepted_tokens", "Draft tokens that the target agreed with.")
+        self._copied = counter("copied_tokens", "Draft tokens that were copied from the text.")
+        self._accepted_copied = counter(
+            "accepted_copied_tokens", "Those of them that the target agreed with."
+        )
         self._phases = counter("phase_seconds", "Time spent in the phases of requests.", "phase")
         self._first_token = histogram(
             "time_to_first_token_seconds", "From a request's arrival.", _SECONDS
@@ -116,6 +120,8 @@ class GatewayMetrics:
         self._rounds.inc(stats.rounds)
         self._drafted.inc(stats.drafted_tokens)
         self._accepted.inc(stats.accepted_tokens)
+        self._copied.inc(stats.copied_tokens)
+        self._accepted_copied.inc(stats.accepted_copied_tokens)
         for item in stats.undrafted_rounds:
             self._undrafted.labels(item.reason).inc(item.count)
         for phase in stats.phases:

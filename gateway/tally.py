@@ -119,6 +119,8 @@ class Tally:
         self.drafted_rounds = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
+        self.copied_tokens = 0
+        self.accepted_copied_tokens = 0
         self._seconds: dict[str, float] = {}
         self._undrafted: dict[str, int] = {}
 
@@ -151,8 +153,12 @@ class Tally:
         if proposal.token_ids:
             self.rounds += 1
             self.drafted_rounds += 1
-            self.drafted_tokens += len(proposal.token_ids)
-            self.accepted_tokens += min(verified.accepted, committed)
+            drafted, accepted = len(proposal.token_ids), min(verified.accepted, committed)
+            own = drafted - proposal.copied_tokens
+            self.drafted_tokens += drafted
+            self.accepted_tokens += accepted
+            self.copied_tokens += proposal.copied_tokens
+            self.accepted_copied_tokens += max(0, accepted - own)
         else:
             self.rounds += committed
             reason = proposal.undrafted
@@ -166,6 +172,8 @@ class Tally:
             self.drafted_rounds += other.drafted_rounds
             self.drafted_tokens += other.drafted_tokens
             self.accepted_tokens += other.accepted_tokens
+            self.copied_tokens += other.copied_tokens
+            self.accepted_copied_tokens += other.accepted_copied_tokens
             for phase, seconds in other._seconds.items():
                 self.add(phase, seconds)
             for reason, count in other._undrafted.items():
@@ -180,6 +188,8 @@ class Tally:
             drafted_rounds=self.drafted_rounds,
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
+            copied_tokens=self.copied_tokens,
+            accepted_copied_tokens=self.accepted_copied_tokens,
             acceptance_length=later_tokens / self.rounds if self.rounds else 0.0,
             phases=[
                 PhaseSeconds(phase=name, seconds=seconds)

@@ -150,4 +150,6 @@ def _report(stats: gateway_pb2.SpeculationStats) -> SpeculationReport:
         acceptance_length=stats.acceptance_length,
         phases={item.phase: item.seconds for item in stats.phases},
         undrafted_rounds={item.reason: item.count for item in stats.undrafted_rounds},
+        copied_tokens=stats.copied_tokens,
+        accepted_copied_tokens=stats.accepted_copied_tokens,
     )

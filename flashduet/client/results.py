@@ -75,7 +75,9 @@ class SpeculationReport:
 
     `acceptance_length` is τ: tokens committed a round, bonus included, after stop and budget,
     without the prefill's token. `phases` are seconds by name, "verify.forward" within "verify".
-    `undrafted_rounds` counts plain steps by their reason.
+    `undrafted_rounds` counts plain steps by their reason. `copied_tokens` and
+    `accepted_copied_tokens` are those of the drafted and the accepted ones that were copied from
+    the text.
     """
 
     rounds: int
@@ -85,6 +87,8 @@ class SpeculationReport:
     acceptance_length: float
     phases: Mapping[str, float]
     undrafted_rounds: Mapping[str, int]
+    copied_tokens: int = 0
+    accepted_copied_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

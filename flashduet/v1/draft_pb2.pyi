@@ -161,18 +161,18 @@ class ProposeOpened(_message.Message):
     def __init__(self, context_hit: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("round", "token_ids", "confidence", "timings", "copied")
+    __slots__ = ("round", "token_ids", "confidence", "timings", "copied_tokens")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
-    COPIED_FIELD_NUMBER: _ClassVar[int]
+    COPIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     round: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     confidence: _containers.RepeatedScalarFieldContainer[float]
     timings: _common_pb2.PhaseTimings
-    copied: bool
-    def __init__(self, round: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., confidence: _Optional[_Iterable[float]] = ..., timings: _Optional[_Union[_common_pb2.PhaseTimings, _Mapping]] = ..., copied: _Optional[bool] = ...) -> None: ...
+    copied_tokens: int
+    def __init__(self, round: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., confidence: _Optional[_Iterable[float]] = ..., timings: _Optional[_Union[_common_pb2.PhaseTimings, _Mapping]] = ..., copied_tokens: _Optional[int] = ...) -> None: ...
 
 class ProposeRefused(_message.Message):
     __slots__ = ("reason", "round", "context_end", "detail")

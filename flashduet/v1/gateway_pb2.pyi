@@ -176,7 +176,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("rounds", "drafted_rounds", "drafted_tokens", "accepted_tokens", "acceptance_length", "phases", "undrafted_rounds")
+    __slots__ = ("rounds", "drafted_rounds", "drafted_tokens", "accepted_tokens", "acceptance_length", "phases", "undrafted_rounds", "copied_tokens", "accepted_copied_tokens")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +184,8 @@ class SpeculationStats(_message.Message):
     ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     PHASES_FIELD_NUMBER: _ClassVar[int]
     UNDRAFTED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    COPIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_COPIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     drafted_rounds: int
     drafted_tokens: int
@@ -191,7 +193,9 @@ class SpeculationStats(_message.Message):
     acceptance_length: float
     phases: _containers.RepeatedCompositeFieldContainer[PhaseSeconds]
     undrafted_rounds: _containers.RepeatedCompositeFieldContainer[_common_pb2.ReasonCount]
-    def __init__(self, rounds: _Optional[int] = ..., drafted_rounds: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., phases: _Optional[_Iterable[_Union[PhaseSeconds, _Mapping]]] = ..., undrafted_rounds: _Optional[_Iterable[_Union[_common_pb2.ReasonCount, _Mapping]]] = ...) -> None: ...
+    copied_tokens: int
+    accepted_copied_tokens: int
+    def __init__(self, rounds: _Optional[int] = ..., drafted_rounds: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., phases: _Optional[_Iterable[_Union[PhaseSeconds, _Mapping]]] = ..., undrafted_rounds: _Optional[_Iterable[_Union[_common_pb2.ReasonCount, _Mapping]]] = ..., copied_tokens: _Optional[int] = ..., accepted_copied_tokens: _Optional[int] = ...) -> None: ...
 
 class PhaseSeconds(_message.Message):
     __slots__ = ("phase", "seconds")

@@ -40,6 +40,8 @@ class FlashduetStats(Shape):
     drafted_rounds: int = Field(description="Rounds that had draft tokens to verify.")
     drafted_tokens: int
     accepted_tokens: int
+    copied_tokens: int = Field(description="Drafted tokens that were copied from the text.")
+    accepted_copied_tokens: int = Field(description="Those of them that were accepted.")
     acceptance_length: float = Field(
         description="Tokens committed a round, the target's own included, the first token not."
     )

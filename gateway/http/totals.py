@@ -80,6 +80,8 @@ class Totals:
             drafted_rounds=sum(stats.drafted_rounds for stats in all_stats),
             drafted_tokens=sum(stats.drafted_tokens for stats in all_stats),
             accepted_tokens=sum(stats.accepted_tokens for stats in all_stats),
+            copied_tokens=sum(stats.copied_tokens for stats in all_stats),
+            accepted_copied_tokens=sum(stats.accepted_copied_tokens for stats in all_stats),
             acceptance_length=committed / rounds if rounds else 0.0,
             undrafted_rounds=dict(undrafted),
             seconds=dict(seconds),

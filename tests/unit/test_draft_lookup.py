@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from draft_service.lookup import LONGEST_MATCH, continued, look_up
 from draft_service.work import Drafts, IngestWork, ProposeWork
+from flashduet.sampling.params import Sampling
 from tests.support.tiny import tiny_drafter, tiny_target
 from tests.unit.drafting import DraftingEngine, engine_of, features_for
 
@@ -57,7 +58,7 @@ def test_confidence_grows_with_the_match_up_to_a_bound() -> None:
     assert long is not None
     assert short.confidence == [3 / 4, 4 / 5]
     assert long.confidence[0] == (LONGEST_MATCH + 1) / (LONGEST_MATCH + 2)
-    assert short.copied
+    assert (short.copied, short.without_pass) == (2, True)
 
 
 @given(
@@ -91,7 +92,7 @@ def test_drafts_that_lead_into_what_was_said_are_continued_by_it() -> None:
     found = continued(text, 1, drafted(2, 3, 8, 8, 8), 3)
     assert found.token_ids == [2, 3, 4, 5, 6]
     assert found.confidence == [0.5, 0.5, 4 / 5, 5 / 6, 6 / 7]
-    assert not found.copied, "a pass was made for it"
+    assert (found.copied, found.without_pass) == (3, False)
     assert text == array("q", [1, 2, 3, 4, 5, 6, 9])
 
 
@@ -132,7 +133,7 @@ def test_an_engine_copies_where_the_text_repeats_and_drafts_elsewhere(
     looking, plain = engines(folders)
     with_lookup = looking.step([], fed(looking, texts)).drafts
     without = plain.step([], fed(plain, texts)).drafts
-    assert [drafts.copied for drafts in with_lookup if drafts] == [True, False, True]
+    assert [drafts.without_pass for drafts in with_lookup if drafts] == [True, False, True]
     assert with_lookup[0] is not None
     assert with_lookup[0].token_ids == [5, 6, 7, 8]
     assert with_lookup[1] is not None
@@ -152,7 +153,7 @@ def test_an_engine_goes_on_with_a_copy_where_its_drafts_lead(folders: tuple[Path
     assert found is not None
     assert found.token_ids == [first, 301, 302, 303]
     assert found.confidence[0] == pytest.approx(drafted_alone.confidence[0])
-    assert not found.copied
+    assert found.copied == 3
 
 
 def test_who_asks_for_the_drafter_alone_gets_no_copy(folders: tuple[Path, Path]) -> None:
@@ -160,6 +161,20 @@ def test_who_asks_for_the_drafter_alone_gets_no_copy(folders: tuple[Path, Path])
     texts = [[*ROUND, *ROUND], [9, 12, 301, 302, 303, 26, 9, 12], [30, 31, 32, 30, 31, 32]]
     alone = [replace(work, drafter_only=True) for work in fed(looking, texts)]
     assert looking.step([], alone).drafts == plain.step([], fed(plain, texts)).drafts
+
+
+def test_what_a_bias_is_against_is_not_copied(folders: tuple[Path, Path]) -> None:
+    looking, plain = engines(folders)
+    texts = [[*ROUND, *ROUND]]
+    for bias, copied in (({7: -100.0}, False), ({7: 5.0}, True), ({50: -100.0}, True)):
+        sampling = Sampling(logit_bias=bias)
+        works = [replace(work, sampling=sampling) for work in fed(looking, texts)]
+        drafts = looking.step([], works).drafts[0]
+        assert drafts is not None
+        assert drafts.without_pass is copied
+        if not copied:
+            own = [replace(work, sampling=sampling) for work in fed(plain, texts)]
+            assert drafts == plain.step([], own).drafts[0]
 
 
 def test_a_step_of_copies_alone_runs_no_pass(

@@ -92,15 +92,15 @@ async def test_what_followed_the_last_tokens_is_proposed_and_told_as_a_copy(
     await target.chunk(session, 0, running.features(7), token_ids=text)
     copied = (await gateway.propose(session, 8, anchor=13, block_length=4)).proposal
     assert list(copied.token_ids) == [14, 15, 11]
-    assert copied.copied
+    assert copied.copied_tokens == 3
     drafted = (await gateway.propose(session, 8, anchor=99, block_length=4)).proposal
-    assert not drafted.copied
+    assert not drafted.copied_tokens
 
     alone, features = new_id(), running.features(7)
     await gateway.open(alone, target, drafter_only=True)
     await target.chunk(alone, 0, features, token_ids=text)
     drafted = (await gateway.propose(alone, 8, anchor=13, block_length=4)).proposal
-    assert not drafted.copied
+    assert not drafted.copied_tokens
     assert list(drafted.token_ids) == running.drafts(features, 13, 4)
 
 

@@ -109,3 +109,18 @@ async def test_untraced_messages_leave_no_spans(
     await target.chunk(session, 0, running.features(9))
     await gateway.propose(session, 10)
     assert spans.get_finished_spans() == ()
+
+
+@pytest.mark.parametrize("running", [{"lookup": 3}], indirect=True)
+async def test_a_proposal_tells_how_much_of_it_is_copied(
+    spans: InMemorySpanExporter, running: Running
+) -> None:
+    target, gateway, session = await running.target(), running.gateway(), os.urandom(16)
+    gateway.traceparent = f"00-{TRACE}-{PARENT}-01"
+    await gateway.open(session, target)
+    text = [11, 12, 13, 14, 15, 11, 12]
+    await target.chunk(session, 0, running.features(7), token_ids=text)
+    for anchor in (13, 99):
+        await gateway.propose(session, 8, anchor=anchor, block_length=4)
+    facts = [dict(span.attributes or {}) for span in by_name(spans)["draft.sample"]]
+    assert facts == [{"tokens": 3, "copied_tokens": 3}, {"tokens": 3, "copied_tokens": 0}]

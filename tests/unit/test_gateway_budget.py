@@ -56,6 +56,27 @@ def test_one_slow_moment_does_not_switch_drafting_off(clock: Clock) -> None:
     assert not budget.resting
 
 
+def test_copies_end_a_try_and_no_rest(clock: Clock) -> None:
+    """They come in time whatever a pass takes, so another proposal tries at once."""
+    budget = LatencyBudget(LIMITS, clock)
+    for _ in range(3):
+        budget.missed()
+    budget.copied()
+    assert budget.resting, "of one asked for before"
+    while budget.resting:
+        clock.now += 0.01
+    before = budget.seconds
+    for _ in range(5):
+        budget.asked()
+        assert budget.resting, "others wait for how it goes"
+        budget.copied()
+        assert not budget.resting
+    budget.asked()
+    budget.missed()
+    assert budget.resting, "the first pass is missed as well"
+    assert budget.seconds >= before
+
+
 def test_a_draft_that_keeps_missing_rests_longer_and_longer_and_comes_back(clock: Clock) -> None:
     budget = LatencyBudget(LIMITS, clock)
     for _ in range(3):

@@ -21,6 +21,8 @@ class World:
     draft_s: float = 0.010
     verify_s: float = 0.040
     token_s: float = 0.001
+    # Drafts are copied from the text.
+    copies: bool = False
     noise: random.Random = field(default_factory=lambda: random.Random(1))
     tokens: int = 0
     seconds: float = 0.0
@@ -40,7 +42,10 @@ class World:
         accepted = 0
         while accepted < length - 1 and self.noise.random() < self.chance:
             accepted += 1
-        controller.observe(length, length - 1, accepted, propose_s, verify_s)
+        own = 0 if self.copies else length - 1
+        controller.observe_verify(length - 1, own, accepted, verify_s)
+        if own:
+            controller.observe_draft(length, propose_s)
         self.tokens += accepted + 1
 
     def plain_rate(self) -> float:
@@ -62,6 +67,21 @@ def test_drafts_that_are_never_right_cost_little() -> None:
     world = run(World(chance=0.0), 500)
     assert world.tokens / world.seconds > 0.93 * world.plain_rate()
     assert world.lengths.count(1) > 450
+
+
+def test_copies_of_one_session_teach_others_nothing_of_the_drafter() -> None:
+    """Neither that a pass costs nothing nor that it is always right."""
+    alone, beside = PairModel(16), PairModel(16)
+    for pair, copying in ((alone, False), (beside, True)):
+        world, controller = World(chance=0.3), BlockController(pair, AUTO, default_length=16)
+        looping, copier = World(1.0, draft_s=1e-4, copies=True), BlockController(pair, AUTO, 16)
+        for _ in range(300):
+            world.round(controller)
+            if copying:
+                looping.round(copier)
+        assert looping.tokens == 0 or looping.tokens / looping.seconds > 5 * world.plain_rate()
+    assert beside.draft.seconds(16) == pytest.approx(alone.draft.seconds(16), rel=0.1)
+    assert beside.acceptance.chances[0] == pytest.approx(alone.acceptance.chances[0], abs=0.2)
 
 
 def test_drafting_is_tried_again_after_it_was_off() -> None:

@@ -24,7 +24,10 @@ async def test_copies_tell_nothing_of_how_long_a_pass_takes(
     async with toy_stack(tokenizer, **bounds) as stack:
         stack.draft.copies = copies
         answer = await stack.generate(ask(PROMPT))
-        assert answer.stats.accepted_tokens > 0
+        stats = answer.stats
+        assert stats.accepted_tokens > 0
+        told = (stats.copied_tokens, stats.accepted_copied_tokens)
+        assert told == ((stats.drafted_tokens, stats.accepted_tokens) if copies else (0, 0))
         budgets = [block.budget_us for block in stack.draft.blocks]
         assert (budgets[-1] == budgets[0]) is copies, "passes bring the budget down, copies do not"
 

@@ -93,6 +93,7 @@ async def test_an_answer_tells_how_it_came_about(http: Http) -> None:
     assert stats["rounds"] == len(http.stack.target.verified_lengths)
     assert stats["acceptance_length"] == pytest.approx(19 / stats["rounds"])
     assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
+    assert (stats["copied_tokens"], stats["accepted_copied_tokens"]) == (0, 0)
     assert stats["drafted_rounds"] + sum(stats["undrafted_rounds"].values()) == stats["rounds"]
     assert {"prefill", "propose", "verify", "verify.forward"} <= stats["seconds"].keys()
     assert stats["seeds"] == [3]

@@ -91,6 +91,14 @@ async def test_metrics_count_requests_of_both_protocols(http: Http) -> None:
     assert found["acceptance_length_count"] == found["queue_seconds_count"] == 4
     assert found["rounds_total"] > stats["rounds"]
     assert found["drafted_tokens_total"] > found["accepted_tokens_total"] > 0
+    assert found["copied_tokens_total"] == found["accepted_copied_tokens_total"] == 0
+    http.stack.draft.copies, http.stack.target.refusal = True, None
+    copied = (await http.post(temperature=0)).json()["flashduet"]
+    assert copied["copied_tokens"] == copied["drafted_tokens"] > 0
+    assert copied["accepted_copied_tokens"] == copied["accepted_tokens"] > 0
+    after = figures((await http.raw.get("/metrics")).text)
+    assert after["copied_tokens_total"] == copied["copied_tokens"]
+    assert after["accepted_copied_tokens_total"] == copied["accepted_copied_tokens"]
     assert found['phase_seconds_total{phase="verify"}'] > 0
     assert (found["answers_active"], found["answers_limit"]) == (0, 4)
     assert (found["serving"], found["drafting"]) == (1, 1)

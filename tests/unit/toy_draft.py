@@ -153,7 +153,7 @@ class ToyDraft(DraftServiceServicer):
             token_ids=drafts,
             confidence=[0.5] * len(drafts),
             timings=PhaseTimings(queue_us=5, forward_us=200, sample_us=20),
-            copied=self.copies,
+            copied_tokens=len(drafts) if self.copies else 0,
         )
         await write(_to(request, proposal=proposal))
 
