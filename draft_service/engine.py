@@ -64,11 +64,28 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, ingests: Sequence[IngestWork], proposals: Sequence[ProposeWork]) -> StepResult:
-        """Append what arrived, then draft.
+        """Append what arrived, then draft: `take`, and `draft` for what was not copied."""
+        taken = self.take(ingests, proposals)
+        left = [w for w, drafts in zip(proposals, taken.drafts, strict=True) if drafts is None]
+        if not left:
+            return taken
+        result = self.draft(left)
+        drafted = iter(result.drafts)
+        return StepResult(
+            [next(drafted) if copy is None else copy for copy in taken.drafts],
+            result.times.since(taken.times),
+        )
+
+    @torch.inference_mode()
+    def take(self, ingests: Sequence[IngestWork], proposals: Sequence[ProposeWork]) -> StepResult:
+        """Append what arrived, and copy from the text what can be: that waits for no pass.
 
         Args:
             ingests: of any contexts; those of one context in the order of their positions.
             proposals: at most one of a context.
+
+        Returns:
+            None for proposals that are not copied.
 
         Raises:
             ValueError: an ingest does not begin where its context ends, or its blocks have no room.
@@ -78,33 +95,41 @@ class Engine:
         if ingests:
             self._ingest(ingests)
         ingested_ns = time.time_ns()
-        ready = [work for work in proposals if work.context.length == work.anchor_position]
-        by_work: dict[int, Drafts | None] = {id(work): self._copied(work) for work in ready}
-        fresh = [work for work in ready if by_work[id(work)] is None]
-        forwarded_ns, sampled_ns = ingested_ns, time.time_ns()
-        if fresh:
-            hidden, logits = self._forward(fresh)
+        copies = [self._copied(work) if _ready(work) else None for work in proposals]
+        return StepResult(copies, StepTimes(start_ns, ingested_ns, ingested_ns, time.time_ns()))
+
+    @torch.inference_mode()
+    def draft(self, proposals: Sequence[ProposeWork]) -> StepResult:
+        """A pass of the drafter over a block for each; at most one of a context."""
+        start_ns = forwarded_ns = time.time_ns()
+        drafted: list[Drafts | None] = []
+        ready = [work for work in proposals if _ready(work)]
+        if ready:
+            hidden, logits = self._forward(ready)
             self._synchronize()
             forwarded_ns = time.time_ns()
-            drafted = self._chooser.choose(logits, hidden, fresh)
-            for work, drafts in zip(fresh, drafted, strict=True):
-                by_work[id(work)] = self._continued(work, drafts)
-            sampled_ns = time.time_ns()
+            drafted = self._chooser.choose(logits, hidden, ready)
+        by_work = {
+            id(work): self._continued(work, drafts)
+            for work, drafts in zip(ready, drafted, strict=True)
+        }
         return StepResult(
             [by_work.get(id(work)) for work in proposals],
-            StepTimes(start_ns, ingested_ns, forwarded_ns, sampled_ns),
+            StepTimes(start_ns, start_ns, forwarded_ns, time.time_ns()),
         )
 
     def _copied(self, work: ProposeWork) -> Drafts | None:
         if not self._lookup or work.drafter_only:
             return None
         text, count = work.context.token_ids, work.block_length - 1
-        return look_up(text, work.anchor_token_id, count, self._lookup)
+        copy = look_up(text, work.anchor_token_id, count, self._lookup)
+        return copy if copy is not None and _wanted(copy, work) else None
 
     def _continued(self, work: ProposeWork, drafts: Drafts | None) -> Drafts | None:
         if drafts is None or not self._lookup or work.drafter_only:
             return drafts
-        return continued(work.context.token_ids, work.anchor_token_id, drafts, self._lookup)
+        longer = continued(work.context.token_ids, work.anchor_token_id, drafts, self._lookup)
+        return longer if _wanted(longer, work) else drafts
 
     def warm_up(self, block_length: int) -> None:
         """Run every path once, so that no request pays for first-time work.
@@ -217,6 +242,16 @@ class _Block:
         rows, mask = self.rows, self.masks.get(kind)
         seen = self.store.with_block(index, self.seen[kind], k[rows], v[rows])
         return folded_attention(q[None, rows], seen.keys[None], seen.values[None], mask)[0]
+
+
+def _ready(work: ProposeWork) -> bool:
+    return work.context.length == work.anchor_position
+
+
+def _wanted(drafts: Drafts, work: ProposeWork) -> bool:
+    """Copies know nothing of a bias against a token; the drafter's choice does."""
+    bias = work.sampling.logit_bias
+    return not (bias and any(bias.get(token, 0.0) < 0 for token in drafts.token_ids))
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

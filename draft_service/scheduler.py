@@ -38,8 +38,11 @@ class Drafted:
     times: StepTimes
 
 
-# Called on the event loop with a proposal's outcome, or with the error of its step.
-Proposed = Callable[[Drafted | BaseException], None]
+# A proposal's, or the error of its step.
+Outcome = Drafted | BaseException
+
+# Called on the event loop with a proposal's outcome.
+Proposed = Callable[[Outcome], None]
 
 
 @dataclass(eq=False, slots=True)
@@ -63,15 +66,6 @@ class _Step:
     ingests: list[IngestWork]
     finished: list[IngestDone]
     proposals: list[Ticket]
-
-    def rows(self, drafts: Sequence[Drafts | None]) -> int:
-        """Rows that went through the network, where these drafts came of it: copies took none."""
-        drafted = sum(
-            ticket.work.block_length
-            for ticket, each in zip(self.proposals, drafts, strict=True)
-            if each is None or not each.copied
-        )
-        return drafted + sum(work.rows for work in self.ingests)
 
 
 class Scheduler:
@@ -215,23 +209,42 @@ class Scheduler:
             step.finished.append(item.done)
 
     def _do(self, step: _Step) -> None:
-        error: BaseException | None = None
-        drafted: list[Drafted] = []
+        # One bad step must not end the service.
         try:
-            result = self._engine.step(step.ingests, [p.work for p in step.proposals])
-            drafted = [Drafted(drafts, result.times) for drafts in result.drafts]
-            if rows := step.rows(result.drafts):
-                nanoseconds = result.times.sampled_ns - result.times.start_ns
-                self.step_times.add(rows, nanoseconds)
-        except Exception as raised:  # one bad step must not end the service
+            taken = self._engine.take(step.ingests, [p.work for p in step.proposals])
+        except Exception as error:
             log.exception("a step failed")
-            error = raised
-            step.finished.extend(self._lost_with(step))
-        assert self._loop is not None
-        try:
-            self._loop.call_soon_threadsafe(self._deliver, step, drafted, error)
-        except RuntimeError:
-            log.warning("the event loop is closed; a step's results are dropped")
+            lost = [*step.finished, *self._lost_with(step)]
+            self._tell(lost, error, [(ticket, error) for ticket in step.proposals])
+            return
+        rows, times, finished = sum(work.rows for work in step.ingests), taken.times, step.finished
+        told: list[tuple[Ticket, Outcome]] = []
+        left: list[Ticket] = []
+        for ticket, drafts in zip(step.proposals, taken.drafts, strict=True):
+            if drafts is None:
+                left.append(ticket)
+            else:
+                told.append((ticket, Drafted(drafts, times)))
+        if left:
+            if told:
+                # Whose drafts are copied waits for nobody's pass.
+                self._tell(finished, None, told)
+                finished, told = [], []
+            try:
+                result = self._engine.draft([ticket.work for ticket in left])
+            except Exception as error:
+                log.exception("a pass of the drafter failed")
+                self._tell(finished, None, [(ticket, error) for ticket in left])
+                return
+            times = result.times.since(times)
+            rows += sum(ticket.work.block_length for ticket in left)
+            told = [
+                (ticket, Drafted(drafts, times))
+                for ticket, drafts in zip(left, result.drafts, strict=True)
+            ]
+        if rows:
+            self.step_times.add(rows, times.sampled_ns - times.start_ns)
+        self._tell(finished, None, told)
 
     def _lost_with(self, step: _Step) -> list[IngestDone]:
         """Take out of the queue what cannot follow the rows that a failed step has lost."""
@@ -241,10 +254,26 @@ class Scheduler:
             self._ingests = [item for item in self._ingests if id(item.work.context) not in lost]
         return [item.done for item in followers if item.done is not None]
 
+    def _tell(
+        self,
+        finished: Sequence[IngestDone],
+        error: BaseException | None,
+        outcomes: Sequence[tuple[Ticket, Outcome]],
+    ) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, finished, error, outcomes)
+        except RuntimeError:
+            log.warning("the event loop is closed; a step's results are dropped")
+
     @staticmethod
-    def _deliver(step: _Step, drafted: list[Drafted], error: BaseException | None) -> None:
-        for done in step.finished:
+    def _deliver(
+        finished: Sequence[IngestDone],
+        error: BaseException | None,
+        outcomes: Sequence[tuple[Ticket, Outcome]],
+    ) -> None:
+        for done in finished:
             done(error)
-        for index, ticket in enumerate(step.proposals):
+        for ticket, outcome in outcomes:
             if ticket.done is not None:
-                ticket.done(drafted[index] if error is None else error)
+                ticket.done(outcome)

@@ -67,7 +67,7 @@ class HeldUp:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps = 0
         self.may_go = threading.Event()
-        whole = Engine.step
+        whole = Engine.take
 
         def step(
             engine: Engine, ingests: list[IngestWork], proposals: list[ProposeWork]
@@ -76,7 +76,7 @@ class HeldUp:
             assert self.may_go.wait(30)
             return whole(engine, ingests, proposals)
 
-        monkeypatch.setattr(Engine, "step", step)
+        monkeypatch.setattr(Engine, "take", step)
 
 
 async def test_lent_chunks_are_acknowledged_at_once_and_released_once_they_are_read(

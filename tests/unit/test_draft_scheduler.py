@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -35,14 +37,14 @@ class Recorder(DraftingEngine):
         self.__dict__ = engine.__dict__
         self.steps: list[tuple[list[tuple[int, int, int]], list[int]]] = []
 
-    def step(self, ingests, proposals) -> StepResult:  # type: ignore[no-untyped-def]
+    def take(self, ingests, proposals) -> StepResult:  # type: ignore[no-untyped-def]
         self.steps.append(
             (
                 [(id(w.context), w.base, w.rows) for w in ingests],
                 [id(w.context) for w in proposals],
             )
         )
-        return super().step(ingests, proposals)
+        return super().take(ingests, proposals)
 
 
 @pytest.fixture
@@ -85,7 +87,7 @@ async def test_proposals_and_rows_of_others_take_turns(
     prefill, rows = engine.new_context(), features_for(engine, 150)
     scheduler.ingest(engine.ingest_work(prefill, 0, rows), lambda error: None)
     drafting = engine.new_context()
-    whole = Recorder.step
+    whole = Recorder.take
 
     def while_others_wait(self: Recorder, ingests: list, proposals: list) -> StepResult:
         # Another proposal is there before the step ends, as with many sessions.
@@ -93,13 +95,13 @@ async def test_proposals_and_rows_of_others_take_turns(
             scheduler.propose(engine.proposal(drafting, 0), lambda outcome: None)
         return whole(self, ingests, proposals)
 
-    Recorder.step = while_others_wait  # type: ignore[method-assign]
+    Recorder.take = while_others_wait  # type: ignore[method-assign]
     try:
         scheduler.propose(engine.proposal(drafting, 0), lambda outcome: None)
         scheduler.start()
         await until(lambda: prefill.engine.length == 150)
     finally:
-        Recorder.step = whole  # type: ignore[method-assign]
+        Recorder.take = whole  # type: ignore[method-assign]
     kinds = [
         (bool(proposals), sum(n for _, _, n in ingests)) for ingests, proposals in recorder.steps
     ]
@@ -222,5 +224,73 @@ async def test_copies_count_as_no_rows_of_a_step(
     scheduler.start()
     drafts = (await asyncio.wait_for(proposal, WAIT_S)).drafts
     assert drafts is not None
-    assert drafts.copied
+    assert drafts.without_pass
     assert [entry.max_tokens for entry in scheduler.step_times.to_proto()] == [16]
+
+
+def fed_twice(engine: DraftingEngine, scheduler: Scheduler) -> tuple[ProposeWork, ProposeWork]:
+    """Proposals of one step over two contexts: what repeats itself, and what does not."""
+    works = []
+    for anchor in (7, 5):
+        context = engine.new_context()
+        rows = features_for(engine, 10)
+        scheduler.ingest(engine.ingest_work(context, 0, rows), lambda error: None)
+        works.append(engine.proposal(context, 10, anchor))
+    return works[0], works[1]
+
+
+async def test_a_copy_waits_for_nobodys_pass(
+    engine: DraftingEngine,
+    recorded: tuple[Recorder, Scheduler],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "_lookup", 3)
+    recorder, scheduler = recorded
+    may_go, whole = threading.Event(), DraftingEngine.draft
+
+    def slow(self: DraftingEngine, proposals: list[ProposeWork]) -> StepResult:
+        assert may_go.wait(WAIT_S)
+        return whole(self, proposals)
+
+    monkeypatch.setattr(Recorder, "draft", slow)
+    tasks = [asyncio.create_task(proposed(scheduler, w)) for w in fed_twice(engine, scheduler)]
+    await asyncio.sleep(0)
+    scheduler.start()
+    copied = await asyncio.wait_for(tasks[0], WAIT_S)
+    assert not tasks[1].done()
+    may_go.set()
+    drafted = await asyncio.wait_for(tasks[1], WAIT_S)
+    assert len(recorder.steps) == 1, "they were of one step"
+    assert copied.drafts is not None
+    assert drafted.drafts is not None
+    assert (copied.drafts.without_pass, drafted.drafts.without_pass) == (True, False)
+    assert copied.times.start_ns == drafted.times.start_ns
+    assert copied.times.sampled_ns < drafted.times.forwarded_ns
+
+
+async def test_a_failing_pass_takes_neither_rows_nor_copies_with_it(
+    engine: DraftingEngine,
+    recorded: tuple[Recorder, Scheduler],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "_lookup", 3)
+    _, scheduler = recorded
+
+    def broken(self: DraftingEngine, proposals: list[ProposeWork]) -> StepResult:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Recorder, "draft", broken)
+    outcomes: dict[int, object] = {}
+    errors: list[BaseException | None] = []
+    copied, drafted = fed_twice(engine, scheduler)
+    late = engine.new_context()
+    scheduler.ingest(engine.ingest_work(late, 0, features_for(engine, 4)), errors.append)
+    for work in (copied, drafted, engine.proposal(late, 4)):
+        scheduler.propose(work, functools.partial(outcomes.__setitem__, id(work.context)))
+    scheduler.start()
+    await until(lambda: len(outcomes) == 3)
+    assert isinstance(outcomes[id(copied.context)], Drafted)
+    assert isinstance(outcomes[id(drafted.context)], RuntimeError)
+    assert isinstance(outcomes[id(late.engine)], RuntimeError)
+    assert errors == [None]
+    assert late.engine.length == 4

@@ -37,14 +37,14 @@ async def test_closing_takes_the_sessions_work_out_of_the_queue(
     await gateway.open(closed, target)
     steps: list[list[int]] = []
     may_go = threading.Event()
-    whole = Engine.step
+    whole = Engine.take
 
     def slow(self: Engine, ingests: list[IngestWork], proposals: list[ProposeWork]) -> StepResult:
         steps.append([work.rows for work in ingests])
         assert may_go.wait(SECONDS)
         return whole(self, ingests, proposals)
 
-    monkeypatch.setattr(Engine, "step", slow)
+    monkeypatch.setattr(Engine, "take", slow)
     await target.chunk(busy, 0, running.features(3))
     await until(lambda: steps == [[3]])
     await target.chunk(closed, 0, running.features(50))
@@ -61,13 +61,13 @@ async def test_a_busy_engine_costs_a_proposal_its_budget_and_no_more(
     target, gateway, session = await running.target(), running.gateway(), new_id()
     await gateway.open(session, target)
     may_go = threading.Event()
-    whole = Engine.step
+    whole = Engine.take
 
     def slow(self: Engine, ingests: list[IngestWork], proposals: list[ProposeWork]) -> StepResult:
         assert may_go.wait(SECONDS)
         return whole(self, ingests, proposals)
 
-    monkeypatch.setattr(Engine, "step", slow)
+    monkeypatch.setattr(Engine, "take", slow)
     await target.chunk(session, 0, running.features(8))
     answer = await gateway.propose(session, 9, round=1, budget_s=0.1)
     assert refusal(answer) == "CONTEXT_LATE"
