@@ -12,9 +12,7 @@ from array import array
 import numpy as np
 
 from draft_service.work import Drafts
-
-LONGEST_MATCH = 16
-"""Of a longer match the rest is not looked at."""
+from flashduet.settings import LONGEST_LOOKUP
 
 
 def look_up(text: array[int], anchor: int, count: int, least: int) -> Drafts | None:
@@ -25,7 +23,7 @@ def look_up(text: array[int], anchor: int, count: int, least: int) -> Drafts | N
 
     Args:
         text: int64 ("q"), the tokens before the anchor.
-        least: tokens that must repeat, the anchor among them; at least 1.
+        least: tokens that must repeat, the anchor among them; from 1 to LONGEST_LOOKUP.
 
     Returns:
         Each token's confidence is what so many agreeing ones before it make likely, by Laplace's
@@ -34,13 +32,13 @@ def look_up(text: array[int], anchor: int, count: int, least: int) -> Drafts | N
     ids = np.frombuffer(text, dtype=np.int64)
     ends = np.flatnonzero(ids == anchor)
     matched = 1 if len(ends) else 0
-    while 0 < matched < min(LONGEST_MATCH, len(ids)):
+    while 0 < matched < min(LONGEST_LOOKUP, len(ids)):
         longer = ends[ends >= matched]
         longer = longer[ids[longer - matched] == ids[-matched]]
         if not len(longer):
             break
         ends, matched = longer, matched + 1
-    if matched < max(least, 1):
+    if matched < least:
         return None
     start = int(ends[-1]) + 1
     source = [*text[start : start + count], anchor][:count]

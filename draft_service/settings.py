@@ -11,13 +11,13 @@ from pydantic_settings import SettingsConfigDict
 from draft_service.context import ContextDtype
 from flashduet.settings import (
     DtypeChoice,
-    ServiceSettings,
+    LookupSettings,
     TransportChoice,
     default_socket_dir,
 )
 
 
-class DraftSettings(ServiceSettings):
+class DraftSettings(LookupSettings):
     """Sizes are upper bounds."""
 
     model_config = SettingsConfigDict(
@@ -48,9 +48,6 @@ class DraftSettings(ServiceSettings):
     context_dtype: ContextDtype = "auto"
     # `auto`: draft only from the tokens of the shortlist beside the checkpoint, if there is one.
     vocabulary: Literal["auto", "full"] = "auto"
-    # Where so many of the last tokens came before, what followed them is proposed again, without a
-    # pass of the drafter, or after the drafts that led there; 0: never.
-    lookup: int = Field(default=3, ge=0, le=16)
     # Anchor + draft tokens of one proposal.
     max_block_length: int = Field(default=32, ge=2, le=256)
     # How long a session lives without a message from its gateway.

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from drafter_training import cli_options as options
+from flashduet.settings import LONGEST_LOOKUP
 
 
 def score(
@@ -20,7 +21,9 @@ def score(
     target: options.Target = "default",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     block_length: Annotated[int | None, typer.Option(min=2, show_default=False)] = None,
-    lookup: Annotated[int, typer.Option(min=0, help="As the draft service is told.")] = 0,
+    lookup: Annotated[
+        int, typer.Option(min=0, max=LONGEST_LOOKUP, help="As the draft service is told.")
+    ] = 0,
     threads: options.Threads = None,
 ) -> None:
     """Print JSON: of each answer the tokens committed by each round, `rounds`, and `alone` without

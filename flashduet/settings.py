@@ -15,6 +15,9 @@ from flashduet.errors import ConfigurationError
 TransportChoice = Literal["auto", "memfd", "inline", "cuda_ipc"]
 DtypeChoice = Literal["auto", "float32", "float16", "bfloat16"]
 
+LONGEST_LOOKUP = 16
+"""Tokens that can be asked to repeat; of a longer repetition the rest is not looked at."""
+
 
 def default_socket_dir() -> Path:
     """Where target and draft meet to pass ring descriptors, private to the user."""
@@ -69,6 +72,17 @@ class ServiceSettings(BaseSettings):
             shown = "********" if isinstance(value, SecretStr) else value
             lines.append(f"{(prefix + name).upper()}={shown}")
         return "\n".join(lines)
+
+
+class LookupSettings(ServiceSettings):
+    """When drafts are copied from the text: what of the draft service's configuration commands read
+    without the rest."""
+
+    model_config = SettingsConfigDict(env_prefix="FLASHDUET_DRAFT_", extra="ignore", frozen=True)
+
+    # Where so many of the last tokens came before, what followed them is proposed again, without a
+    # pass of the drafter, or after the drafts that led there; 0: never.
+    lookup: int = Field(default=3, ge=0, le=LONGEST_LOOKUP)
 
 
 def setup_logging(level: str) -> None:

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from drafter_training.cli_options import temperatures as parsed_temperatures
-from flashduet.settings import DtypeChoice
+from flashduet.settings import LONGEST_LOOKUP, DtypeChoice, LookupSettings
 from flashduet_cli import options
 from flashduet_cli.console import err, fail, note, out, print_json, run
 from flashduet_cli.evaluation.plot import plot as draw
@@ -42,7 +42,7 @@ def evaluate(
         int | None,
         typer.Option(
             min=0,
-            max=16,
+            max=LONGEST_LOOKUP,
             help="Tokens that must repeat to be copied, not drafted; 0: the drafter alone. "
             "Default: as the draft service.",
             show_default=False,
@@ -96,10 +96,11 @@ def evaluate(
 
 
 async def _evaluate(
-    config: StackConfig, file: Path, limit: int | None, **settings: Any
+    config: StackConfig, file: Path, limit: int | None, *, lookup: int | None, **settings: Any
 ) -> dict[str, Any]:
     from flashduet_cli.prompt_file import read_prompts
 
+    settings["lookup"] = LookupSettings.load().lookup if lookup is None else lookup
     folder = await pull_in_thread(config.model_reference)
     prompts = await asyncio.to_thread(read_prompts, file, folder, limit_each=limit)
     total = len(prompts) * len(settings["temperatures"])

@@ -32,8 +32,6 @@ PATIENT = {
     "FLASHDUET_GATEWAY_DRAFT_BUDGET_CEILING_MS": "20000",
 }
 
-LOOKUP = "FLASHDUET_DRAFT_LOOKUP"
-
 # Called after each answer.
 OnAnswer = Callable[[str], None]
 
@@ -42,7 +40,7 @@ OnAnswer = Callable[[str], None]
 class EvalSettings:
     """What is measured and how. block_length: anchor and drafts; None: as trained.
 
-    lookup: tokens that must repeat to be copied; 0: the drafter alone; None: as services are set.
+    lookup: tokens that must repeat to be copied; 0: the drafter alone.
     teacher_forced: also score the greedy answers without the services.
     """
 
@@ -53,7 +51,7 @@ class EvalSettings:
     temperatures: Sequence[float]
     seed: int
     block_length: int | None
-    lookup: int | None
+    lookup: int
     concurrency: int
     teacher_forced: bool
     verbose: bool
@@ -65,18 +63,8 @@ class EvalSettings:
             "max_tokens": self.max_tokens,
             "temperatures": list(self.temperatures),
             "seed": self.seed,
-            "lookup": self.lookup_used,
+            "lookup": self.lookup,
         }
-
-    @property
-    def lookup_used(self) -> int:
-        """What the draft service goes by."""
-        # Not at the top: with it comes Transformers, for which no other command should wait.
-        from draft_service.settings import DraftSettings
-
-        default = str(DraftSettings.model_fields["lookup"].default)
-        given = os.environ.get(LOOKUP, default) if self.lookup is None else self.lookup
-        return int(self.config.env.get(LOOKUP, given))
 
 
 class Evaluation:
@@ -93,8 +81,8 @@ class Evaluation:
     async def run(self) -> dict[str, object]:
         """Everything measured, ready for JSON."""
         settings = self._settings
-        lookup = {LOOKUP: str(settings.lookup_used)}
-        config = replace(settings.config, env={**PATIENT, **lookup, **settings.config.env})
+        lookup = {"FLASHDUET_DRAFT_LOOKUP": str(settings.lookup)}
+        config = replace(settings.config, env={**PATIENT, **settings.config.env, **lookup})
         async with (
             started(config, verbose=settings.verbose, spinner=False) as stack,
             AsyncClient(stack.endpoint) as client,
@@ -192,7 +180,7 @@ class Evaluation:
             command += ["--target", str(self._settings.model_folder)]
             command += ["--dtype", self._settings.dtype]
             command += ["--block-length", str(self._block_length)]
-            command += ["--lookup", str(self._settings.lookup_used)]
+            command += ["--lookup", str(self._settings.lookup)]
             if self._settings.config.threads:
                 command += ["--threads", str(self._settings.config.threads)]
             output = await _output(command)

@@ -121,6 +121,20 @@ def test_options_that_exclude_each_other_or_are_out_of_range(arguments):
     assert result.exit_code == 2
 
 
+@pytest.mark.parametrize("value", ["", "three", "3.5", "-1", "17"])
+def test_evaluating_with_a_wrong_number_of_repeated_tokens_names_the_variable(
+    monkeypatch, tmp_path, value
+):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"turns": ["hi"]}\n')
+    monkeypatch.setenv("FLASHDUET_DRAFT_LOOKUP", value)
+    result = flashduet("eval", "--prompts", str(prompts))
+    assert result.exit_code == 1
+    assert "FLASHDUET_DRAFT_LOOKUP: Input should be" in result.stderr.replace("\n", " ")
+    by_option = flashduet("eval", "--prompts", str(prompts), "--lookup", "17")
+    assert by_option.exit_code == 2
+
+
 def test_models_list_tells_what_is_served_and_what_is_cached(gateway, tmp_path, monkeypatch):
     endpoint, _ = gateway
     monkeypatch.setenv("FLASHDUET_CACHE", str(tmp_path))

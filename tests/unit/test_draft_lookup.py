@@ -12,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draft_service.lookup import LONGEST_MATCH, continued, look_up
+from draft_service.lookup import continued, look_up
 from draft_service.work import Drafts, IngestWork, ProposeWork
 from flashduet.sampling.params import Sampling
+from flashduet.settings import LONGEST_LOOKUP
 from tests.support.tiny import tiny_drafter, tiny_target
 from tests.unit.drafting import DraftingEngine, engine_of, features_for
 
@@ -57,7 +58,7 @@ def test_confidence_grows_with_the_match_up_to_a_bound() -> None:
     assert short is not None
     assert long is not None
     assert short.confidence == [3 / 4, 4 / 5]
-    assert long.confidence[0] == (LONGEST_MATCH + 1) / (LONGEST_MATCH + 2)
+    assert long.confidence[0] == (LONGEST_LOOKUP + 1) / (LONGEST_LOOKUP + 2)
     assert (short.copied, short.without_pass) == (2, True)
 
 
@@ -69,7 +70,7 @@ def test_confidence_grows_with_the_match_up_to_a_bound() -> None:
 def test_it_is_the_plain_search(text: list[int], count: int, least: int) -> None:
     def matched(end: int) -> int:
         n = 0
-        while n <= end and n < LONGEST_MATCH and text[end - n] == text[len(text) - 1 - n]:
+        while n <= end and n < LONGEST_LOOKUP and text[end - n] == text[len(text) - 1 - n]:
             n += 1
         return n
 
