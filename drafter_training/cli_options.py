@@ -86,12 +86,17 @@ def reported() -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def numbers(value: str, option: str) -> list[int]:
-    """A comma-separated list of whole numbers."""
+def numbers(value: str, option: str, least: int, most: int | None = None) -> list[int]:
+    """A comma-separated list of whole numbers within limits, each of them once."""
+    limits = f"from {least} to {most}" if most is not None else f"from {least}"
+    expected = f"a comma-separated list of whole numbers {limits} expected"
     try:
-        return [int(part) for part in value.split(",") if part.strip()]
+        found = [int(part) for part in value.split(",") if part.strip()]
     except ValueError:
-        fail(f"{option}: {value!r} given, a comma-separated list of whole numbers expected", 2)
+        fail(f"{option}: {value!r} given, {expected}", 2)
+    if not found or min(found) < least or (most is not None and max(found) > most):
+        fail(f"{option}: {value!r} given, {expected}", 2)
+    return list(dict.fromkeys(found))
 
 
 def temperatures(value: str) -> list[float]:

@@ -38,7 +38,7 @@ def shortlist(
     with options.reported():
         workspace = open_workspace(target or "default", "default", out, threads)
         study = VocabularyStudy(workspace, data, drafter, sequences)
-        rows = list(study.rows(options.numbers(sizes, "--sizes")))
+        rows = list(study.rows(options.numbers(sizes, "--sizes", 0)))
         if write is not None:
             write_shortlist(drafter, study.shortlist(write))
     if as_json:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from drafter_training import cli_options as options
+from flashduet.settings import LONGEST_LOOKUP
 
 if TYPE_CHECKING:
     from drafter_training.study_command import Study
@@ -69,9 +70,10 @@ def slots(
     as_json: options.AsJson = False,
 ) -> None:
     """Would slots behind the first miss have been right, and does denoising twice pay?"""
+    kept = options.numbers(keep, "--keep", 1)
     with options.reported():
         study = _open(target, drafter, out, sequences, answer_length, threads)
-        cascade, taus = study.slots(options.numbers(keep, "--keep"))
+        cascade, taus = study.slots(kept)
     rows = [
         {"miss": miss + 1, "blocks": blocks, "next_right": right, "right_run": run}
         for miss, (blocks, right, run) in enumerate(
@@ -92,8 +94,8 @@ def slots(
         )
     Console().print(table)
     table = Table("drafts kept before the second pass", "tau of greedy decoding")
-    for kept, tau in taus.items():
-        table.add_row("one pass only" if kept == "0" else kept, f"{tau:.3f}")
+    for name, tau in taus.items():
+        table.add_row("one pass only" if name == "0" else name, f"{tau:.3f}")
     Console().print(table)
 
 
@@ -111,9 +113,10 @@ def lookup(
     as_json: options.AsJson = False,
 ) -> None:
     """What drafts copied from the text bring, by how much must repeat first."""
+    repeated = options.numbers(least, "--least", 0, LONGEST_LOOKUP)
     with options.reported():
         study = _open(target, drafter, out, sequences, answer_length, threads)
-        taus = study.lookup(options.numbers(least, "--least"))
+        taus = study.lookup(repeated)
     if as_json:
         typer.echo(json.dumps({"tau_by_tokens_repeated": taus}))
         return

@@ -12,6 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 from filelock import FileLock, Timeout
 
+from drafter_training.presets import Preset
 from drafter_training.run_record import RUN_FILE, machine, write_json
 from drafter_training.self_test import write_self_test
 from drafter_training.shards import ShardFolder
@@ -48,11 +49,27 @@ def _only_us(folder: Path) -> FileLock:
     return lock
 
 
-def _decisive(fact: object) -> object:
-    """What of it decides the run's weights: not how many features are kept on disk."""
-    if not isinstance(fact, dict):
+def _decisive(key: str, fact: Any) -> object:
+    """What of it decides the run's weights: not how many features are kept on disk. What the record
+    of an earlier release does not name is as it is by default."""
+    if key not in _DEFAULTS:
         return fact
-    return {key: value for key, value in fact.items() if key != "cache_gib"}
+    known = _filled(_DEFAULTS[key], fact)
+    return {key: value for key, value in known.items() if key != "cache_gib"}
+
+
+def _filled(defaults: dict[str, Any], fact: dict[str, Any]) -> dict[str, Any]:
+    nested = {
+        key: _filled(value, fact[key])
+        for key, value in defaults.items()
+        if isinstance(value, dict) and isinstance(fact.get(key), dict)
+    }
+    return defaults | fact | nested
+
+
+_DEFAULTS: dict[str, dict[str, Any]] = json.loads(
+    json.dumps({"preset": asdict(Preset(answer_tokens=0)), "settings": asdict(TrainSettings())})
+)
 
 
 class RunCommand:
@@ -127,7 +144,7 @@ class RunCommand:
             return
         before = json.loads(path.read_text())["facts"]
         for key, value in self._facts.items():
-            if _decisive(before.get(key)) != _decisive(value):
+            if key not in before or _decisive(key, before[key]) != _decisive(key, value):
                 raise ConfigurationError(
                     f"{self._folder}: the run was begun with another {key}; give the same again, "
                     "or begin a new run with --init-from its drafter"
@@ -171,10 +188,12 @@ class RunCommand:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_json(self._folder / RUN_FILE, record)
         finished = trainer.run(report)
+        drafter = self._folder / DRAFTER
+        if not trainer.history:
+            # Asked to stop before the first step: nothing was written that could be gone on with.
+            return RunReport(finished, trainer.step, 0.0, before, before, drafter)
         last = trainer.history[-1]
-        result = RunReport(
-            finished, trainer.step, last.seconds, before, last.tau, self._folder / DRAFTER
-        )
+        result = RunReport(finished, trainer.step, last.seconds, before, last.tau, drafter)
         if self._main:
             write_self_test(result.drafter, trainer, dataset)
             outcome = asdict(result) | {"drafter": DRAFTER}

@@ -10,6 +10,7 @@ import torch
 
 from draft_service.checkpoint import load_drafter
 from draft_service.network import DFlashNetwork
+from draft_service.shortlist import read_shortlist
 from drafter_training.acceptance import Tau, agreed, every_draft, walk
 from drafter_training.blocks import BlockRule
 from drafter_training.data_command import make_data
@@ -22,6 +23,7 @@ from drafter_training.scoring import batch_of, with_copies
 from drafter_training.shards import Sequence
 from drafter_training.studies import Cascade, SlotTally, compare_rules, second_pass
 from drafter_training.target import load_target
+from flashduet.errors import ConfigurationError
 
 _BATCH = 4
 
@@ -45,6 +47,7 @@ class Study:
         self._target = load_target(target_folder, dtype)
         self._network: DFlashNetwork = load_drafter(drafter, dtype=dtype)
         self._head: TargetHead = target_head(self._target, dtype)
+        self._shortlist = read_shortlist(drafter, len(self._head.head))
         config = self._network.config
         self._rule = BlockRule(config.block_length, config.mask_token_id, anchors=0)
 
@@ -70,7 +73,15 @@ class Study:
         """On greedy answers: what stands behind the first miss; τ of decoding by second passes.
 
         keeps: how many drafts stand before a second pass guesses the others again; 0 is one pass.
+
+        Raises:
+            ConfigurationError: more than a block has.
         """
+        drafts_each = self._rule.length - 1
+        if max(keeps) > drafts_each:
+            raise ConfigurationError(
+                f"--keep: {max(keeps)} given, but this drafter drafts {drafts_each} tokens a block"
+            )
         cascade = Cascade.of(self._rule.length - 1)
         taus = {keep: Tau() for keep in [0, *keeps]}
         for batch in self._batches(0.0):
@@ -89,10 +100,15 @@ class Study:
         return cascade, {str(keep): tau.value for keep, tau in taus.items()}
 
     def lookup(self, leasts: list[int]) -> dict[str, float]:
-        """τ of greedy answers by how many tokens must repeat to be copied; 0: no copies."""
+        """τ of greedy answers by how many tokens must repeat to be copied; 0: no copies.
+
+        Drafted as served, from the shortlist if one lies beside the drafter.
+        """
         taus = {least: Tau() for least in leasts}
         for batch, part in zip(self._batches(0.0), self._parts(0.0), strict=True):
-            blocks, drafts = every_draft(self._network, batch, self._head, self._rule)
+            blocks, drafts = every_draft(
+                self._network, batch, self._head, self._rule, self._shortlist
+            )
             counts = agreed(drafts, blocks.labels).tolist()
             for accepted, own, sequence in zip(counts, drafts.tolist(), part, strict=True):
                 for least in leasts:

@@ -15,6 +15,8 @@ from drafter_training.ablations import ABLATIONS
 from drafter_training.cli import app
 from drafter_training.scoring import score_answers
 from drafter_training.shards import Sequence, ShardFolder
+from drafter_training.stages import INTERRUPTED
+from drafter_training.trainer import Trainer
 from tests.support.tiny import IM_END, tiny_drafter, tiny_target
 
 
@@ -54,6 +56,14 @@ def test_runs_are_begun_resumed_and_not_mixed_up(root: Path) -> None:
     assert json.loads((root / "a/run.json").read_text())["facts"] == facts
     # How much is kept on disk changes no weight.
     invoke(*other, "--cache-gib", 2)
+    # A run of a release that had no selector and did not count a loop's tokens.
+    record = json.loads((root / "a/run.json").read_text())
+    del record["facts"]["preset"]["shape"]["selector_rank"]
+    del record["facts"]["preset"]["data"]["loop_tokens"]
+    (root / "a/run.json").write_text(json.dumps(record))
+    invoke(*other)
+    with_selector = invoke(*other, "--selector-rank", 8, expect=1)
+    assert "another preset" in with_selector.output.replace("\n", " ")
     invoke("run", *common(root), *data, "--name", "b", "--epochs", 0.5, "--init-from", drafter)
     begun = json.loads((root / "b/run.json").read_text())
     assert begun["start"] == "the drafter drafter"
@@ -62,6 +72,23 @@ def test_runs_are_begun_resumed_and_not_mixed_up(root: Path) -> None:
     assert "another process" in twice.output.replace("\n", " ")
     wrong = ("run", *common(root), *data, "--name", "c", "--layers", 1, "--init-from", drafter)
     assert "num_layers" in invoke(*wrong, expect=1).output
+
+
+def test_a_run_that_is_stopped_before_its_first_step_can_be_begun_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ("run", *common(root), "--data", root / "data", "--name", "early", "--epochs", 0.5)
+    validate = Trainer.validate
+
+    def stopped(self: Trainer) -> object:
+        self.stop()
+        return validate(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "validate", stopped)
+        assert "stopped at step 0" in invoke(*run, expect=INTERRUPTED).output
+    assert not (root / "early/drafter").exists()
+    assert Path(invoke(*run).stdout.strip()).is_dir()
 
 
 @pytest.mark.parametrize("name", ["injection", "features", "block", "short-blocks"])
@@ -100,6 +127,29 @@ def test_studies_tell_how_drafts_would_be_taken(root: Path) -> None:
 def test_temperatures_that_are_none_are_refused_by_their_option(value: str) -> None:
     refused = invoke("study", "sampling", "--temperatures", value, expect=2)
     assert "--temperatures" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        *(("lookup", "--least", value) for value in ("-1", "17", "", "three")),
+        *(("slots", "--keep", value) for value in ("0", "-1", ",")),
+    ],
+)
+def test_numbers_out_of_their_limits_are_refused_by_their_option(
+    name: str, option: str, value: str
+) -> None:
+    refused = invoke("study", name, option, value, expect=2)
+    assert option in refused.output
+    assert "from" in refused.output
+
+
+def test_no_more_drafts_are_kept_than_a_block_has(root: Path, tmp_path: Path) -> None:
+    drafter = tiny_drafter(tmp_path / "drafter", root / "target")
+    shared = ("--target", root / "target", "--out", root, "--drafter", drafter)
+    shared += ("--sequences", 6, "--answer-length", 16)
+    refused = invoke("study", "slots", *shared, "--keep", "1,99", expect=1)
+    assert "--keep: 99" in refused.output.replace("\n", " ")
 
 
 def test_a_shortlist_is_chosen_by_counts_and_written(root: Path) -> None:
