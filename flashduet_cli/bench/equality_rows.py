@@ -73,7 +73,9 @@ async def invariant_cost(bench: Workbench) -> Measured:
         for prompt in prompts:
             speeds = []
             for running in (fast, invariant_stack):
-                answer = await running.ask(prompt, max_tokens=tokens, speculation=mode)
+                answer = await running.ask(
+                    prompt, max_tokens=tokens, speculation=mode, drafter_only=True
+                )
                 spent = answer.seconds - answer.first_token_seconds
                 # By the step, since other roundings may give other answers.
                 steps = answer.speculation.rounds

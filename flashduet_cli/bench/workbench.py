@@ -25,10 +25,8 @@ Kind = Literal["fast", "exact", "invariant"]
 
 REQUEST_TIMEOUT_S = 600.0
 _LOAD_TIMEOUT_S = 10.0
-# Room for a batch of 64 and what else is asked at the same time. A round with copied drafts has
-# no pass of the drafter to be told apart.
+# Room for a batch of 64 and what else is asked at the same time.
 _ROOM = {
-    "FLASHDUET_DRAFT_LOOKUP": "0",
     "FLASHDUET_TARGET_MAX_SESSIONS": "80",
     "FLASHDUET_TARGET_MAX_KV_TOKENS": "65536",
     "FLASHDUET_DRAFT_MAX_SESSIONS": "80",
