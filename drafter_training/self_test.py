@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-from array import array
 from pathlib import Path
 
-from draft_service.lookup import look_up
 from draft_service.self_test import SELF_TEST_FILE, SelfTest
 from drafter_training.acceptance import walk_tau
 from drafter_training.dataset import ShardDataset
-from drafter_training.shards import Sequence
 from drafter_training.trainer import Trainer
 
-_LOOKED_AT = 32
-_REPEATED = 3
+_LOOKED_AT = 8
 
 
 def write_self_test(drafter: Path, trainer: Trainer, dataset: ShardDataset) -> None:
@@ -22,7 +18,7 @@ def write_self_test(drafter: Path, trainer: Trainer, dataset: ShardDataset) -> N
     greedy = [index for index in trainer.held_out if dataset[index].greedy]
     if not greedy:
         return
-    index = max(greedy[:_LOOKED_AT], key=lambda i: (-_copies(dataset[i]), dataset[i].answer_tokens))
+    index = max(greedy[:_LOOKED_AT], key=lambda i: dataset[i].answer_tokens)
     sequence = dataset[index]
     batch = dataset.load([index])
     tau = walk_tau(trainer.network, batch, trainer.target, trainer.blocks)[0]
@@ -35,12 +31,3 @@ def write_self_test(drafter: Path, trainer: Trainer, dataset: ShardDataset) -> N
     path = drafter / SELF_TEST_FILE
     written = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(written | {"self_test": facts.model_dump()}) + "\n")
-
-
-def _copies(sequence: Sequence) -> int:
-    """Where a draft service would copy from the text, so that nothing is learnt of the drafter."""
-    text = array("q", sequence.token_ids)
-    return sum(
-        look_up(text[:place], text[place], 1, _REPEATED) is not None
-        for place in range(sequence.prompt_length, len(text))
-    )
