@@ -46,11 +46,15 @@ def test_output_does_not_depend_on_drafting(pair, name, prompt):
 
 
 def test_output_depends_on_neither_the_drafter_nor_copies(pair, other_pair):
+    copied = 0
     for sampling in SAMPLINGS.values():
         for prompt in PROMPTS[::2]:
             first = answer(pair, prompt, sampling, speculation="fixed", block_length=8)
             second = answer(other_pair, prompt, sampling, speculation="fixed", block_length=8)
             assert first.token_ids == second.token_ids
+            assert first.speculation.copied_tokens == 0
+            copied += second.speculation.accepted_copied_tokens
+    assert copied, "the other pair's copies were of use, or this says little of them"
 
 
 def test_blocks_are_accepted_in_part(pair):
