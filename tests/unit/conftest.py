@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,18 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = build_library()
         assert load_library()
     return path
+
+
+@pytest.fixture
+def errors(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What has been logged as an error during the test.
+
+    What earlier tests left behind is collected before: a task whose error nobody asked for is
+    logged when it goes, in whichever test runs then.
+    """
+    gc.collect()
+    caplog.clear()
+    return lambda: [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
 
 
 @pytest.fixture(params=["machine code", "arrays"])

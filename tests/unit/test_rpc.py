@@ -183,7 +183,7 @@ class Slow(gateway_pb2_grpc.GatewayServiceServicer):
             await context.write(gateway_pb2.GenerateResponse())
 
 
-async def test_what_a_stopped_server_cannot_send_any_more_is_no_mistake(caplog):
+async def test_what_a_stopped_server_cannot_send_any_more_is_no_mistake(errors):
     servicer = Slow()
     server = rpc.Server([])
     gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, server.grpc)
@@ -196,7 +196,7 @@ async def test_what_a_stopped_server_cannot_send_any_more_is_no_mistake(caplog):
         await asyncio.wait_for(servicer.over.wait(), 60)
         with pytest.raises(grpc.aio.AioRpcError):
             await call.read()
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert not errors()
 
 
 async def _read_all(call):
