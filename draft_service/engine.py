@@ -78,7 +78,7 @@ class Engine:
 
     @torch.inference_mode()
     def take(self, ingests: Sequence[IngestWork], proposals: Sequence[ProposeWork]) -> StepResult:
-        """Append what arrived, and copy from the text what can be: that waits for no pass.
+        """Append what arrived, and copy from the text what can be, which takes no pass.
 
         Args:
             ingests: of any contexts; those of one context in the order of their positions.
@@ -250,8 +250,11 @@ def _ready(work: ProposeWork) -> bool:
 
 def _wanted(drafts: Drafts, work: ProposeWork) -> bool:
     """Copies know nothing of a bias against a token; the drafter's choice does."""
-    bias = work.sampling.logit_bias
-    return not (bias and any(bias.get(token, 0.0) < 0 for token in drafts.token_ids))
+    bias, copied = (
+        work.sampling.logit_bias,
+        drafts.token_ids[len(drafts.token_ids) - drafts.copied :],
+    )
+    return not (bias and any(bias.get(token, 0.0) < 0 for token in copied))
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -227,7 +227,7 @@ class Scheduler:
                 told.append((ticket, Drafted(drafts, times)))
         if left:
             if told:
-                # Whose drafts are copied waits for nobody's pass.
+                # Copies leave before the others' pass.
                 self._tell(finished, None, told)
                 finished, told = [], []
             try:

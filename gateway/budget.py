@@ -55,11 +55,21 @@ class LatencyBudget:
     def resting(self) -> bool:
         return self._clock() < self._rests_until
 
-    def asked(self) -> None:
-        """A proposal is asked for; after a rest, all others wait for how this one goes."""
-        if self._misses >= _MISSES_BEFORE_REST:
-            self._rests_until = self._clock() + self.seconds
-            self._trying = True
+    @property
+    def trying(self) -> bool:
+        """It rests only while one proposal tries."""
+        return self._trying and self.resting
+
+    def asked(self) -> bool:
+        """A proposal is asked for; after a rest, all others wait for how this one goes.
+
+        Returns: whether they do.
+        """
+        if self._misses < _MISSES_BEFORE_REST or self.resting:
+            return False
+        self._rests_until = self._clock() + self.seconds
+        self._trying = True
+        return True
 
     def hit(self, latency_s: float) -> None:
         """An answer came within the budget."""
@@ -69,9 +79,9 @@ class LatencyBudget:
         self._trying = False
         self._record(latency_s)
 
-    def copied(self) -> None:
-        """An answer came within the budget and says nothing of what a pass takes: the next
-        proposal tries instead."""
+    def undecided(self) -> None:
+        """The proposal that tried was answered, but says nothing of what a pass takes: the next one
+        tries instead."""
         if self._trying:
             self._rests_until = float("-inf")
             self._trying = False

@@ -2,7 +2,9 @@
 
 With p_j the chance that slot j's draft token is accepted once all before it were, a block of length
 b commits E(b) = 1 + p_1 + p_1 p_2 + ... + p_1 ... p_(b-1) tokens on average. The length with the
-best E(b) / (draft(b) + verify(b)) is used; b = 1 is a plain step, which costs no draft.
+best E(b) / (draft(b) + verify(b)) is used; b = 1 is a plain step, which costs no draft. draft(b) is
+the mean of a pass of the drafter and of a copy from the text, by how many of the session's last
+rounds each of them was.
 
 What is measured can go out of date, so rounds that look unprofitable are tried now and then, the
 more rarely the more often they turned out to be.
@@ -87,14 +89,21 @@ class PairModel:
         self.max_length = max_length
         self.acceptance = Acceptance(max_length - 1, _PAIR_MEMORY)
         self.draft = CostCurve()
+        self.copies = CostCurve()
         self.verify = CostCurve()
         self.drafted_rounds = 0
         self.rounds_since_plain = 0
 
-    def best_length(self, chances: list[float], limit: int, current: int) -> int:
+    def draft_seconds(self, length: int, passes: float) -> float:
+        """Of a proposal, where this share of them takes a pass of the drafter."""
+        copy = self.copies.seconds(length)
+        # A pass that was never seen takes no less than a copy.
+        return passes * max(self.draft.seconds(length), copy) + (1 - passes) * copy
+
+    def best_length(self, chances: list[float], limit: int, current: int, passes: float) -> int:
         """The length up to `limit` with the best expected tokens a second.
 
-        `current` stays unless another one is clearly better.
+        `current` stays unless another one is clearly better. `passes`: see `draft_seconds`.
         """
         best, best_rate, current_rate = 1, 1 / max(self.verify.seconds(1), 1e-9), 0.0
         if current == 1:
@@ -103,7 +112,7 @@ class PairModel:
         for length in range(2, limit + 1):
             survives *= chances[length - 2]
             expected += survives
-            cost = self.draft.seconds(length) + self.verify.seconds(length)
+            cost = self.draft_seconds(length, passes) + self.verify.seconds(length)
             rate = expected / max(cost, 1e-9)
             if rate > best_rate:
                 best, best_rate = length, rate
@@ -126,6 +135,9 @@ class BlockController:
         self._fixed = speculation.mode is SpeculationMode.FIXED
         self._full = min(speculation.block_length or default_length, pair.max_length)
         self._acceptance = pair.acceptance.copy(_SESSION_MEMORY)
+        # Of this session's last drafted rounds, those that took a pass of the drafter.
+        self._passes = 1.0
+        self._drafted_rounds = 0
         self._length = self._full
         self._off_rounds_left = 0
         self._next_off_rounds = _FIRST_OFF_ROUNDS
@@ -144,7 +156,9 @@ class BlockController:
             return 1
         if pair.drafted_rounds % _FULL_PROBE_ROUNDS == 0:
             return self._full
-        self._length = pair.best_length(self._acceptance.chances, self._full, self._length)
+        self._length = pair.best_length(
+            self._acceptance.chances, self._full, self._length, self._passes
+        )
         if self._length > 1:
             self._next_off_rounds = _FIRST_OFF_ROUNDS
         else:
@@ -157,19 +171,27 @@ class BlockController:
         self._pair.rounds_since_plain = 0
         self._pair.verify.observe(1, verify_s)
 
-    def observe_draft(self, length: int, propose_s: float) -> None:
-        """A pass of the drafter over a block of `length` took so long."""
-        self._pair.draft.observe(length, propose_s)
+    def observe(
+        self,
+        length: int,
+        drafted: int,
+        accepted: int,
+        propose_s: float,
+        verify_s: float,
+        copied: int = 0,
+    ) -> None:
+        """A block of `length` gave `drafted` tokens, of which the target accepted `accepted`.
 
-    def observe_verify(self, drafted: int, own: int, accepted: int, verify_s: float) -> None:
-        """Of `drafted` tokens the target accepted `accepted`.
-
-        What repeats itself is this session's affair: of the pair only the drafter's `own` tokens,
-        the first ones, tell anything.
+        The last `copied` of them are from the text. What repeats itself is this session's affair:
+        of the pair only the drafter's own tokens tell anything.
         """
-        pair = self._pair
+        pair, own = self._pair, drafted - copied
         pair.drafted_rounds += 1
         pair.rounds_since_plain += 1
+        (pair.draft if own else pair.copies).observe(length, propose_s)
         pair.verify.observe(drafted + 1, verify_s)
         self._acceptance.observe(drafted, accepted)
         pair.acceptance.observe(own, accepted)
+        self._drafted_rounds += 1
+        memory = min(self._drafted_rounds, _SESSION_MEMORY)
+        self._passes += ((1.0 if own else 0.0) - self._passes) / memory

@@ -74,6 +74,8 @@ class DraftSession:
         self._refusals = 0
         self._refusal = ""
         self._ask_again_at_round = 0
+        # The last proposal was copied from the text; the next one probably is.
+        self._copies = False
         # Why no more proposals will come; empty while they may.
         self.lost = ""
 
@@ -102,7 +104,8 @@ class DraftSession:
         """Why no proposal can be asked for in this round; empty when one can."""
         if self.lost:
             return self.lost
-        if self._link.budget.resting:
+        budget = self._link.budget
+        if budget.resting and not (budget.trying and self._copies):
             return "resting"
         return self._refusal if round_ < self._ask_again_at_round else ""
 
@@ -120,7 +123,7 @@ class DraftSession:
             traceparent: of the span that waits.
         """
         budget = self._link.budget
-        budget.asked()
+        tries = budget.asked()
         self._round = round_
         block = pb.ProposeBlock(
             round=round_,
@@ -138,10 +141,11 @@ class DraftSession:
         if answer.HasField("refused"):
             return Proposal([], self._refused(round_, answer.refused.reason))
         proposal = answer.proposal
-        if _is_copy(proposal):
-            budget.copied()
-        else:
+        self._copies = _is_copy(proposal)
+        if not self._copies:
             budget.hit(seconds)
+        elif tries:
+            budget.undecided()
         self._refusals = 0
         drafts = list(proposal.token_ids[: block_length - 1])
         own = max(0, len(proposal.token_ids) - proposal.copied_tokens)

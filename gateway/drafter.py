@@ -89,10 +89,14 @@ class Drafter:
             session.lose("context_lost")
         drafted = len(proposal.token_ids)
         if drafted:
-            own = drafted - proposal.copied_tokens
-            controller.observe_verify(drafted, own, verified.accepted, verify_s)
-            if own:
-                controller.observe_draft(proposal.block_length, proposal.seconds)
+            controller.observe(
+                proposal.block_length,
+                drafted,
+                verified.accepted,
+                proposal.seconds,
+                verify_s,
+                proposal.copied_tokens,
+            )
         else:
             controller.observe_plain(verify_s / (1 + len(verified.more_token_ids)))
 

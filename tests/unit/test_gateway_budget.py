@@ -56,24 +56,28 @@ def test_one_slow_moment_does_not_switch_drafting_off(clock: Clock) -> None:
     assert not budget.resting
 
 
-def test_copies_end_a_try_and_no_rest(clock: Clock) -> None:
-    """They come in time whatever a pass takes, so another proposal tries at once."""
+def test_a_try_that_says_nothing_is_followed_by_another(clock: Clock) -> None:
+    """A copy comes in time whatever a pass takes."""
     budget = LatencyBudget(LIMITS, clock)
+    assert not budget.asked(), "nobody waits for the first ones"
     for _ in range(3):
         budget.missed()
-    budget.copied()
-    assert budget.resting, "of one asked for before"
+    budget.undecided()
+    assert budget.resting, "it was no try"
+    assert not budget.trying
     while budget.resting:
         clock.now += 0.01
     before = budget.seconds
     for _ in range(5):
-        budget.asked()
-        assert budget.resting, "others wait for how it goes"
-        budget.copied()
+        assert budget.asked()
+        assert budget.trying, "others wait for how it goes"
+        assert not budget.asked(), "one tries at a time"
+        budget.undecided()
         assert not budget.resting
-    budget.asked()
+    assert budget.asked()
     budget.missed()
     assert budget.resting, "the first pass is missed as well"
+    assert not budget.trying
     assert budget.seconds >= before
 
 

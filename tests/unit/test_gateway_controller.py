@@ -21,8 +21,9 @@ class World:
     draft_s: float = 0.010
     verify_s: float = 0.040
     token_s: float = 0.001
-    # Drafts are copied from the text.
-    copies: bool = False
+    # Share of rounds whose drafts are copied from the text, which takes `copy_s`.
+    copies: float = 0.0
+    copy_s: float = 0.001
     noise: random.Random = field(default_factory=lambda: random.Random(1))
     tokens: int = 0
     seconds: float = 0.0
@@ -37,15 +38,14 @@ class World:
             controller.observe_plain(verify_s)
             self.tokens += 1
             return
-        propose_s = self.draft_s * self.noise.uniform(0.95, 1.05)
+        copy = self.copies > 0 and self.noise.random() < self.copies
+        propose_s = (self.copy_s if copy else self.draft_s) * self.noise.uniform(0.95, 1.05)
         self.seconds += propose_s
         accepted = 0
         while accepted < length - 1 and self.noise.random() < self.chance:
             accepted += 1
-        own = 0 if self.copies else length - 1
-        controller.observe_verify(length - 1, own, accepted, verify_s)
-        if own:
-            controller.observe_draft(length, propose_s)
+        copied = length - 1 if copy else 0
+        controller.observe(length, length - 1, accepted, propose_s, verify_s, copied)
         self.tokens += accepted + 1
 
     def plain_rate(self) -> float:
@@ -74,7 +74,7 @@ def test_copies_of_one_session_teach_others_nothing_of_the_drafter() -> None:
     alone, beside = PairModel(16), PairModel(16)
     for pair, copying in ((alone, False), (beside, True)):
         world, controller = World(chance=0.3), BlockController(pair, AUTO, default_length=16)
-        looping, copier = World(1.0, draft_s=1e-4, copies=True), BlockController(pair, AUTO, 16)
+        looping, copier = World(1.0, copies=1.0), BlockController(pair, AUTO, 16)
         for _ in range(300):
             world.round(controller)
             if copying:
@@ -82,6 +82,21 @@ def test_copies_of_one_session_teach_others_nothing_of_the_drafter() -> None:
         assert looping.tokens == 0 or looping.tokens / looping.seconds > 5 * world.plain_rate()
     assert beside.draft.seconds(16) == pytest.approx(alone.draft.seconds(16), rel=0.1)
     assert beside.acceptance.chances[0] == pytest.approx(alone.acceptance.chances[0], abs=0.2)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.2])
+def test_bad_copies_are_no_slower_than_plain_steps(chance: float) -> None:
+    """Also where no pass was seen yet, so that nobody knows what one takes."""
+    world = run(World(chance, verify_s=0.010, token_s=0.0001, copy_s=0.0022, copies=1.0), 1500)
+    assert world.tokens / world.seconds > 0.97 * world.plain_rate()
+
+
+@pytest.mark.parametrize("chance", [0.4, 0.5])
+def test_copies_are_not_taken_for_passes(chance: float) -> None:
+    """One round in ten takes a pass, which would not pay for itself."""
+    world = World(chance, draft_s=0.005, verify_s=0.010, token_s=0.0001, copies=0.9)
+    run(world, 1500)
+    assert world.tokens / world.seconds > 1.2 * world.plain_rate()
 
 
 def test_drafting_is_tried_again_after_it_was_off() -> None:

@@ -16,9 +16,9 @@ pytest_plugins = ["tests.unit.gateway_fixtures"]
 PROMPT = ids_of("hello")
 
 
-@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("copies", [0, 3, 99])
 async def test_copies_tell_nothing_of_how_long_a_pass_takes(
-    tokenizer: Tokenizer, copies: bool
+    tokenizer: Tokenizer, copies: int
 ) -> None:
     bounds = {"draft_budget_floor_ms": 5e3, "draft_budget_ceiling_ms": 2e4}
     async with toy_stack(tokenizer, **bounds) as stack:
@@ -27,9 +27,31 @@ async def test_copies_tell_nothing_of_how_long_a_pass_takes(
         stats = answer.stats
         assert stats.accepted_tokens > 0
         told = (stats.copied_tokens, stats.accepted_copied_tokens)
-        assert told == ((stats.drafted_tokens, stats.accepted_tokens) if copies else (0, 0))
+        if copies == 3:
+            # The toy is right up to one of its slots: the copied ones behind that are not accepted.
+            assert 0 < told[1] < told[0] < stats.drafted_tokens
+            assert told[1] < stats.accepted_tokens
+        else:
+            whole = (stats.drafted_tokens, stats.accepted_tokens)
+            assert told == (whole if copies else (0, 0))
         budgets = [block.budget_us for block in stack.draft.blocks]
-        assert (budgets[-1] == budgets[0]) is copies, "passes bring the budget down, copies do not"
+        unmoved = budgets[-1] == budgets[0]
+        assert unmoved is (copies == 99), "passes bring the budget down, copies do not"
+
+
+async def test_copies_go_on_while_another_proposal_tries(tokenizer: Tokenizer) -> None:
+    """Three misses, then a rest, then tries: what is copied does not wait for how those go."""
+    bounds = {"draft_budget_floor_ms": 50, "draft_budget_ceiling_ms": 200}
+    async with toy_stack(tokenizer, **bounds) as stack:
+        stack.draft.copies = 99
+        stack.draft.may_answer.clear()
+        missed = await stack.generate(ask(PROMPT, max_tokens=8))
+        assert missed.undrafted["late"] == 3
+        stack.draft.may_answer.set()
+        await asyncio.sleep(0.5)  # the rest is over
+        answers = await asyncio.gather(*(stack.generate(ask(PROMPT)) for _ in range(4)))
+        drafted = [answer.stats.drafted_rounds for answer in answers]
+        assert sum(drafted) > 0.6 * sum(answer.stats.rounds for answer in answers)
 
 
 async def test_a_stream_that_breaks_leaves_no_task_behind(

@@ -92,7 +92,7 @@ async def test_metrics_count_requests_of_both_protocols(http: Http) -> None:
     assert found["rounds_total"] > stats["rounds"]
     assert found["drafted_tokens_total"] > found["accepted_tokens_total"] > 0
     assert found["copied_tokens_total"] == found["accepted_copied_tokens_total"] == 0
-    http.stack.draft.copies, http.stack.target.refusal = True, None
+    http.stack.draft.copies, http.stack.target.refusal = 99, None
     copied = (await http.post(temperature=0)).json()["flashduet"]
     assert copied["copied_tokens"] == copied["drafted_tokens"] > 0
     assert copied["accepted_copied_tokens"] == copied["accepted_tokens"] > 0

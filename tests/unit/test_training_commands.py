@@ -121,6 +121,10 @@ def test_studies_tell_how_drafts_would_be_taken(root: Path) -> None:
     # All drafts kept: nothing is left to a second pass.
     assert slots["tau_by_drafts_kept"]["3"] == slots["tau_by_drafts_kept"]["0"]
     assert slots["tau_by_drafts_kept"]["0"] == by_least["0"]
+    # Copies are studied as is served: from the shortlist.
+    write_shortlist(Path(drafter), torch.tensor([300, 301]))
+    listed = json.loads(invoke("study", "lookup", *shared, "--least", "0").stdout)
+    assert listed["tau_by_tokens_repeated"]["0"] < by_least["0"]
 
 
 @pytest.mark.parametrize("value", ["x", "0,3", ","])

@@ -39,8 +39,8 @@ class ToyDraft(DraftServiceServicer):
     freezes_at: int | None = None
     refuses: draft_pb2.RefusalReason | None = None
     refuses_opens: bool = False
-    # Says of its drafts that they are copied from the text.
-    copies: bool = False
+    # Says of so many of its last drafts that they are copied from the text.
+    copies: int = 0
     # Given instead of real drafts.
     nonsense: list[int] | None = None
     dies_at: int | None = None
@@ -153,7 +153,7 @@ class ToyDraft(DraftServiceServicer):
             token_ids=drafts,
             confidence=[0.5] * len(drafts),
             timings=PhaseTimings(queue_us=5, forward_us=200, sample_us=20),
-            copied_tokens=len(drafts) if self.copies else 0,
+            copied_tokens=min(self.copies, len(drafts)),
         )
         await write(_to(request, proposal=proposal))
 
