@@ -141,9 +141,10 @@ class Engine:
         features = torch.zeros((rows, self.config.feature_width), dtype=self.dtype).to(self.device)
         for sampling in (Sampling(), Sampling(temperature=1.0, top_p=0.9, seed=1)):
             anchor = context.length + rows
-            # Tokens that nobody has, so that nothing can be copied.
-            ingest = IngestWork(context, context.length, [-1] * rows, features, block_ids)
-            propose = ProposeWork(context, anchor, 0, block_length, sampling, 0, block_ids)
+            ingest = IngestWork(context, context.length, [0] * rows, features, block_ids)
+            propose = ProposeWork(
+                context, anchor, 0, block_length, sampling, 0, block_ids, drafter_only=True
+            )
             self.step([ingest], [propose])
 
     def _ingest(self, ingests: Sequence[IngestWork]) -> None:
