@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from types import SimpleNamespace
 
 import pytest
 
+from flashduet.v1 import draft_pb2 as pb
+from gateway.budget import BudgetLimits, LatencyBudget
+from gateway.draft_session import DraftSession
 from gateway.tokenization import Tokenizer
 from tests.unit.toy_model import ids_of, plain_answer
 from tests.unit.toy_stack import ask, toy_stack, until
@@ -39,19 +43,37 @@ async def test_copies_tell_nothing_of_how_long_a_pass_takes(
         assert unmoved is (copies == 99), "passes bring the budget down, copies do not"
 
 
-async def test_copies_go_on_while_another_proposal_tries(tokenizer: Tokenizer) -> None:
-    """Three misses, then a rest, then tries: what is copied does not wait for how those go."""
-    bounds = {"draft_budget_floor_ms": 50, "draft_budget_ceiling_ms": 200}
-    async with toy_stack(tokenizer, **bounds) as stack:
-        stack.draft.copies = 99
-        stack.draft.may_answer.clear()
-        missed = await stack.generate(ask(PROMPT, max_tokens=8))
-        assert missed.undrafted["late"] == 3
-        stack.draft.may_answer.set()
-        await asyncio.sleep(0.5)  # the rest is over
-        answers = await asyncio.gather(*(stack.generate(ask(PROMPT)) for _ in range(4)))
-        drafted = [answer.stats.drafted_rounds for answer in answers]
-        assert sum(drafted) > 0.6 * sum(answer.stats.rounds for answer in answers)
+async def answered(session: DraftSession, round_: int, copied: int) -> None:
+    """A proposal of two tokens, so many of them copied."""
+    asking = asyncio.create_task(session.propose(round_, 9, 5, 3, ""))
+    await asyncio.sleep(0)
+    proposal = pb.Proposal(round=round_, token_ids=[1, 2], copied_tokens=copied)
+    session.receive(pb.ProposeResponse(proposal=proposal))
+    assert (await asking).copied_tokens == copied
+
+
+async def test_copies_go_on_while_another_proposal_tries() -> None:
+    """After misses and a rest one proposal tries at a time; what is copied waits for no pass."""
+    clock = SimpleNamespace(now=0.0)
+    budget = LatencyBudget(BudgetLimits(floor_s=60.0, ceiling_s=60.0), lambda: clock.now)
+    link = SimpleNamespace(budget=budget, send=lambda _: None, valid=lambda _: True)
+    copier, other, third = (
+        DraftSession(link, bytes([number] * 16), pb.ProposeOpen())  # type: ignore[arg-type]
+        for number in range(3)
+    )
+    await answered(copier, 1, copied=2)
+    for _ in range(3):
+        budget.missed()
+    assert copier.unavailable(2) == "resting", "nobody asks in a rest"
+    clock.now += 10
+    trying = asyncio.create_task(other.propose(1, 9, 5, 3, ""))
+    await asyncio.sleep(0)
+    assert (third.unavailable(1), copier.unavailable(2)) == ("resting", "")
+    await answered(copier, 2, copied=2)
+    assert third.unavailable(1) == "resting", "a copy does not end another's try"
+    other.receive(pb.ProposeResponse(proposal=pb.Proposal(round=1, token_ids=[1, 2])))
+    await trying
+    assert not third.unavailable(1)
 
 
 async def test_a_stream_that_breaks_leaves_no_task_behind(
