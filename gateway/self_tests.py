@@ -27,8 +27,9 @@ _LOOK_S = 0.05
 # So long has to be quiet before a test, and a test has so long.
 _QUIET_S = 5.0
 _TIME_S = 120.0
-# Enough to tell a collapse from an unlucky stretch.
-_MOST_TOKENS = 96
+# What is expected is of all tokens that the checkpoint names: its first ones may be harder. Beyond
+# this a test would take too long.
+_MOST_TOKENS = 256
 _ATTEMPTS = 3
 _MOST_PAIRS = 64
 # A test counts if so many of its rounds were drafted; a busy machine's drafts come too late.

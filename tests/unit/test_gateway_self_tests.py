@@ -28,10 +28,10 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.INFO)
 
 
-def promise(acceptance_length: float) -> draft_pb2.SelfTest:
+def promise(acceptance_length: float, tokens: int = 40) -> draft_pb2.SelfTest:
     return draft_pb2.SelfTest(
         prompt_token_ids=ids_of("what is to be seen"),
-        tokens=40,
+        tokens=tokens,
         block_length=BLOCK_LENGTH,
         acceptance_length=acceptance_length,
     )
@@ -64,6 +64,16 @@ async def test_a_pair_that_keeps_its_promise_is_tested_once(
         assert stack.draft.openings[-1].drafter_only, "it is about the drafter, not the text"
     assert "expected 4.00" in caplog.text
     assert "is expected" not in caplog.text
+
+
+async def test_all_tokens_that_the_promise_is_of_are_asked_for(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with a_pair_under_test(tokenizer, self_test=promise(4.0, tokens=200)) as stack:
+        await until(lambda: "self test: drafter toy-drafter has" in caplog.text)
+        (prompt,) = {opening.prompt_length for opening in stack.draft.openings}
+        blocks = stack.draft.blocks
+        assert prompt + 192 <= max(block.committed_length for block in blocks) <= prompt + 200
 
 
 async def test_a_collapse_is_told_with_what_may_be_the_cause(
