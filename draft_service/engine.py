@@ -251,11 +251,8 @@ def _ready(work: ProposeWork) -> bool:
 
 def _wanted(drafts: Drafts, work: ProposeWork) -> bool:
     """Copies know nothing of a bias against a token; the drafter's choice does."""
-    bias, copied = (
-        work.sampling.logit_bias,
-        drafts.token_ids[len(drafts.token_ids) - drafts.copied :],
-    )
-    return not (bias and any(bias.get(token, 0.0) < 0 for token in copied))
+    own, bias = len(drafts.token_ids) - drafts.copied, work.sampling.logit_bias
+    return not (bias and any(bias.get(token, 0.0) < 0 for token in drafts.token_ids[own:]))
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
