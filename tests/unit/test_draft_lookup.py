@@ -156,6 +156,13 @@ def test_an_engine_goes_on_with_a_copy_where_its_drafts_lead(folders: tuple[Path
     assert found.confidence[0] == pytest.approx(drafted_alone.confidence[0])
     assert found.copied == 3
 
+    against = Sampling(logit_bias={302: -100.0})
+    ours, theirs = (
+        engine.step([], [replace(work, sampling=against) for work in fed(engine, [text])]).drafts[0]
+        for engine in (looking, plain)
+    )
+    assert ours == theirs, "what is against a token of the copy leaves the drafter's own"
+
 
 def test_who_asks_for_the_drafter_alone_gets_no_copy(folders: tuple[Path, Path]) -> None:
     looking, plain = engines(folders)

@@ -239,7 +239,7 @@ def fed_twice(engine: DraftingEngine, scheduler: Scheduler) -> tuple[ProposeWork
     return works[0], works[1]
 
 
-async def test_a_copy_waits_for_nobodys_pass(
+async def test_a_copy_leaves_before_a_pass_of_its_step(
     engine: DraftingEngine,
     recorded: tuple[Recorder, Scheduler],
     monkeypatch: pytest.MonkeyPatch,
